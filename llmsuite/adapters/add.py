@@ -5,7 +5,7 @@ Most layers derive from those of `paddlenlp.peft`, which are imported only when 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from paddle import nn
 
@@ -20,7 +20,9 @@ from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.models.targets import has_own_head, pick_modules
 
 
-def add_adapters(model: nn.Layer, modules: Sequence[str], config: AdapterConfig, seed: int = 0) -> None:
+def add_adapters(
+    model: nn.Layer, modules: Sequence[str], config: AdapterConfig, seed: int = 0, full_modules: Collection[str] = ()
+) -> None:
     """Put adapters on these modules (see `adapted_modules`) and freeze the rest.
 
     Args:
@@ -28,13 +30,15 @@ def add_adapters(model: nn.Layer, modules: Sequence[str], config: AdapterConfig,
         modules: names of linear layers, stacks of routed experts, and the embedding.
         config: method, rank and scale of the adapters.
         seed: seed of their dropout.
+        full_modules: names of modules that are trained in full.
 
     Raises:
         UserError: paddlenlp is not installed.
     """
     found = dict(model.named_sublayers(include_self=True))
     for name, parameter in model.named_parameters():
-        parameter.stop_gradient = parameter.stop_gradient or not is_trained(name)
+        trained = is_trained(name) or name.rpartition(".")[0] in full_modules
+        parameter.stop_gradient = parameter.stop_gradient or not trained
     for name in modules:
         owner, _, attribute = name.rpartition(".")
         adapter = adapter_layer(found[name], config)

@@ -32,6 +32,7 @@ from llmsuite.checkpoint.model_dir import Layout, has_mtp_layers
 from llmsuite.checkpoint.tensors import TensorFiles, TensorSpec
 from llmsuite.contract.specs import ModelFamily
 from llmsuite.models.adapter_method import AdapterConfig
+from llmsuite.models.head import EMBEDDING, OUTPUT, is_tied
 
 UNSUPPORTED_KEYS = (
     *("lora_use_mixer", "use_mora", "do_qat", "pissa", "loraga", "loftq_config", "megatron_config"),
@@ -57,7 +58,8 @@ class Adapters:
     config: AdapterConfig
     base: Base
     full_parameters: Sequence[str] = ()
-    """Our names of parameters that are trained in full next to the adapters: the score head of a reward model."""
+    """Our names of parameters that are trained in full next to the adapters: the score head of a reward model, and
+    those of `lora.modules_to_save`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,12 +145,43 @@ def structured_name(pair: FactorPair, kind: str) -> str:
     return f"base_model.model.{pair.module}.{kind}"
 
 
-def full_parameter_name(parameter: str, layout: Layout) -> str:
-    if layout == "paddlenlp":
+@dataclasses.dataclass(frozen=True)
+class FullTensor:
+    """A stored tensor of a parameter that is trained in full."""
+
+    parameter: str
+    """Our name of the parameter."""
+    is_transposed: bool
+    """True where its dims are stored in reverse order."""
+
+    def stored(self, value: np.ndarray) -> np.ndarray:
+        """Return the stored form of a value of the parameter, or the value of a stored one."""
+        return value.T if self.is_transposed else value
+
+    def stored_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return tuple(shape[::-1] if self.is_transposed else shape)
+
+
+def full_tensors(adapters: Adapters, family: ModelFamily, config: Any, layout: Layout) -> dict[str, FullTensor]:
+    """Return the tensors of the parameters that are trained in full, by their stored names. Embedding and head of a
+    tied model are two tensors with the same values, as PEFT stores them.
+
+    Raises:
+        UserError: the layout has no place for such parameters.
+    """
+    if layout == "paddlenlp" and adapters.full_parameters:
         raise UserError(
-            f"{parameter} was trained in full next to the adapters, which PaddleNLP's layout has no place for; merge"
+            f"{adapters.full_parameters[0]} was trained in full next to the adapters, which PaddleNLP's layout has no "
+            "place for; merge"
         )
-    return f"base_model.model.{parameter}"
+    names = family.names()
+    found = {}
+    for parameter in adapters.full_parameters:
+        (stored,) = names.hf_tensors(parameter, config).names
+        found[f"base_model.model.{stored}"] = FullTensor(parameter, names.is_linear(parameter))
+        if parameter == EMBEDDING and is_tied(config):
+            found[f"base_model.model.{OUTPUT}"] = FullTensor(parameter, is_transposed=False)
+    return found
 
 
 class SavedAdapters:
@@ -161,7 +194,7 @@ class SavedAdapters:
         self._files = TensorFiles(directory, STEMS[layout])
         self._rank = adapters.config.rank
         method = adapters.config.method
-        self._full_parameters = set(adapters.full_parameters)
+        self._full_tensors = full_tensors(adapters, family, config, layout)
         self._state = None if method.is_plain else TensorFiles(directory, STATE)
         stored = [pair for pairs in self._pairs.values() for pair in pairs]
         if not method.stores_pair:
@@ -169,7 +202,7 @@ class SavedAdapters:
         else:
             kinds = [FIRST_FACTOR, SECOND_FACTOR, *method.stored_vectors]
             expected = {factor_name(pair, kind, layout) for pair in stored for kind in kinds}
-        expected.update(full_parameter_name(name, layout) for name in adapters.full_parameters)
+        expected.update(self._full_tensors)
         differing = sorted(expected.symmetric_difference(self._files.names))
         if differing:
             raise UserError(f"{directory}: its adapters are those of other modules, such as {differing[0]}")
@@ -213,9 +246,12 @@ class SavedAdapters:
         """Read a factor or a parameter that is trained in full, or a slice of it (one slice a dim)."""
         if self._state is not None and name in self._state.names:
             return self._state.read(name, index)
-        if name not in self._full_parameters:
-            return self._read_factor(name, index)
-        return self._files.read(full_parameter_name(name, self._layout), index[::-1] if index else None).T
+        for stored, tensor in self._full_tensors.items():
+            if tensor.parameter == name:
+                if tensor.is_transposed and index:
+                    index = index[::-1]
+                return tensor.stored(self._files.read(stored, index))
+        return self._read_factor(name, index)
 
     def _read_factor(self, name: str, index: Sequence[slice] | None) -> np.ndarray:
         pairs = self._pairs[name.rpartition(".")[0]]

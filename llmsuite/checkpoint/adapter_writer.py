@@ -23,9 +23,10 @@ from llmsuite.checkpoint.adapter_dir import (
     STEMS,
     Adapters,
     FactorPair,
+    FullTensor,
     factor_name,
     factor_pairs,
-    full_parameter_name,
+    full_tensors,
     structured_name,
 )
 from llmsuite.checkpoint.model_dir import Layout
@@ -34,6 +35,7 @@ from llmsuite.checkpoint.tensor_writer import ManifestPart, write_file, write_te
 from llmsuite.checkpoint.tensors import SUFFIX, TensorSpec
 from llmsuite.checkpoint.tokenizer_files import copy_tokenizer
 from llmsuite.contract.specs import ModelFamily
+from llmsuite.models.head import EMBEDDING, OUTPUT, SCORE, is_tied
 
 
 def write_adapters(
@@ -76,16 +78,20 @@ def write_adapters(
     if not method.stores_pair and layout == "paddlenlp":
         raise UserError("PaddleNLP's layout has no place for adapters of this lora.method; merge them")
     stored: _FactorTensors | _OwnTensors
+    in_full = full_tensors(adapters, family, config, layout)
     if method.stores_pair:
-        stored = _FactorTensors(pairs, adapters, specs, read, layout)
+        stored = _FactorTensors(pairs, in_full, adapters, specs, read, layout)
     else:
-        stored = _OwnTensors(pairs, adapters, specs, read, layout)
+        stored = _OwnTensors(pairs, in_full, adapters, specs, read)
     if layout == "hf":  # PEFT reads one file
         written = write_file(directory / f"{STEMS[layout]}{SUFFIX}", stored.specs, stored.read, metadata)
     else:
         written = write_tensors(directory, STEMS[layout], stored.specs, stored.read, metadata)
     written.add(state)
-    write_json(directory / CONFIG_NAMES[layout], _config(adapters, pairs, family, config, layout))
+    content = _config(adapters, pairs, family, config, layout)
+    if layout == "hf":
+        content |= _full_keys(adapters, in_full, config)
+    write_json(directory / CONFIG_NAMES[layout], content)
     write_base(directory, adapters.base)
     if tokenizer is not None:
         copy_tokenizer(tokenizer, directory)
@@ -119,30 +125,29 @@ class _FactorTensors:
     def __init__(
         self,
         pairs: Sequence[FactorPair],
+        in_full: Mapping[str, FullTensor],
         adapters: Adapters,
         specs: Sequence[TensorSpec],
         read: Callable[[str], np.ndarray],
         layout: Layout,
     ):
-        """Arguments are those of `write_adapters`."""
+        """Arguments are those of `write_adapters`; `in_full` is what `full_tensors` returns."""
         self._by_name = {spec.name: spec for spec in specs}
         self._layout = layout
         self._factors: dict[str, tuple[FactorPair, str]] = {}
-        self._full_names: dict[str, str] = {}
-        """Our name of each parameter that is trained in full, by its stored name."""
+        self._in_full = in_full
         self.specs: list[TensorSpec] = []
         """Name, shape and dtype of each tensor, in the order of the file."""
         for pair in pairs:
             for factor in [FIRST_FACTOR, SECOND_FACTOR, *adapters.config.method.stored_vectors]:
                 self.specs.append(self._factor_spec(pair, factor))
                 self._factors[self.specs[-1].name] = pair, factor
-        for ours in adapters.full_parameters:
-            name = full_parameter_name(ours, layout)
-            spec = self._by_name[ours]
-            self._full_names[name] = ours
-            self.specs.append(TensorSpec(name, spec.shape[::-1], spec.dtype))
+        for name, tensor in in_full.items():
+            spec = self._by_name[tensor.parameter]
+            self.specs.append(TensorSpec(name, tensor.stored_shape(spec.shape), spec.dtype))
         uses = [f"{module}.{kind}" for pair, kind in self._factors.values() for module, _ in pair.members]
-        self._in_order = OrderedGather(specs, read, [*uses, *adapters.full_parameters])
+        uses += [tensor.parameter for tensor in in_full.values()]
+        self._in_order = OrderedGather(specs, read, uses)
 
     def _factor_spec(self, pair: FactorPair, factor: str) -> TensorSpec:
         first = self._by_name[f"{pair.members[0][0]}.{factor}"]
@@ -160,8 +165,9 @@ class _FactorTensors:
 
     def read(self, name: str) -> np.ndarray:
         """Return the values of a stored tensor."""
-        if name in self._full_names:
-            return self._in_order.read(self._full_names[name]).T
+        if name in self._in_full:
+            tensor = self._in_full[name]
+            return tensor.stored(self._in_order.read(tensor.parameter))
         pair, factor = self._factors[name]
         parts = [self._in_order.read(f"{module}.{factor}") for module, _ in pair.members]
         if pair.index is not None:
@@ -179,26 +185,28 @@ class _OwnTensors:
     def __init__(
         self,
         pairs: Sequence[FactorPair],
+        in_full: Mapping[str, FullTensor],
         adapters: Adapters,
         specs: Sequence[TensorSpec],
         read: Callable[[str], np.ndarray],
-        layout: Layout,
     ):
-        """Arguments are those of `write_adapters`."""
+        """Arguments are those of `write_adapters`; `in_full` is what `full_tensors` returns."""
         self._read = read
         owners: dict[str, list[FactorPair]] = {}
         for pair in pairs:
             owners.setdefault(pair.members[0][0], []).append(pair)
         self._ours: dict[str, tuple[str, int | None]] = {}
         """Our name of each tensor, and its index in a stack."""
-        self._full_parameters = {full_parameter_name(name, layout) for name in adapters.full_parameters}
+        self._in_full = in_full
         self.specs: list[TensorSpec] = []
         """Name, shape and dtype of each tensor, in the order of the file."""
         for spec in specs:
             module, _, kind = spec.name.rpartition(".")
             if spec.name in adapters.full_parameters:
-                self._ours[full_parameter_name(spec.name, layout)] = spec.name, None
-                self.specs.append(TensorSpec(full_parameter_name(spec.name, layout), spec.shape[::-1], spec.dtype))
+                for stored, tensor in in_full.items():
+                    if tensor.parameter == spec.name:
+                        self._ours[stored] = spec.name, None
+                        self.specs.append(TensorSpec(stored, tensor.stored_shape(spec.shape), spec.dtype))
                 continue
             for pair in owners[module]:
                 stored = structured_name(pair, kind)
@@ -210,7 +218,7 @@ class _OwnTensors:
         """Return the values of a stored tensor."""
         ours, index = self._ours[name]
         value = self._read(ours) if index is None else self._read(ours)[index]
-        return value.T if name in self._full_parameters else value
+        return self._in_full[name].stored(value) if name in self._in_full else value
 
 
 def _on_diagonal(parts: Sequence[np.ndarray], pair: FactorPair) -> np.ndarray:
@@ -230,8 +238,7 @@ def _config(
     if layout == "paddlenlp":
         return _paddlenlp_config(adapters, targets)
     common = {
-        "task_type": "SEQ_CLS" if adapters.full_parameters else "CAUSAL_LM",
-        "modules_to_save": [name.removesuffix(".weight") for name in adapters.full_parameters] or None,
+        "task_type": "SEQ_CLS" if SCORE in adapters.full_parameters else "CAUSAL_LM",
         **base_keys(adapters.base),
         "r": lora.rank,
         "target_modules": targets,
@@ -266,6 +273,15 @@ def _config(
         "rank_pattern": {re.escape(module): count * lora.rank for module, count in wide.items()},
         "alpha_pattern": {re.escape(module): grown(count) * lora.alpha for module, count in wide.items()},
     }
+
+
+def _full_keys(adapters: Adapters, in_full: Mapping[str, FullTensor], config: Any) -> dict[str, Any]:
+    """Return the keys of adapter_config.json about parameters that are trained in full: names of their modules."""
+    modules = [name.removesuffix(".weight").rpartition(".")[2] for name in in_full]
+    if EMBEDDING in adapters.full_parameters and is_tied(config):
+        modules.remove(OUTPUT.removesuffix(".weight"))  # PEFT ties it to the embedding
+        return {"modules_to_save": modules, "ensure_weight_tying": True}
+    return {"modules_to_save": modules or None}
 
 
 def _paddlenlp_config(adapters: Adapters, targets: Sequence[str]) -> dict[str, Any]:

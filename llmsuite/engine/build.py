@@ -14,7 +14,7 @@ import paddle
 from llmsuite.adapters.add import adapted_modules, add_adapters
 from llmsuite.adapters.layers.prefix import PrefixNetwork, add_prefixes
 from llmsuite.adapters.layers.reft import add_interventions
-from llmsuite.adapters.parameters import is_factor, is_fixed, is_trained, is_transposed
+from llmsuite.adapters.parameters import is_factor, is_fixed, is_transposed
 from llmsuite.adapters.reft_shapes import intervened_layers
 from llmsuite.base.errors import UserError
 from llmsuite.base.progress import report
@@ -105,7 +105,7 @@ def build_model(
     padded = is_padded(model_plan.config, mesh.degrees.tp)
     unpadded = _build_chunks(model_plan, parallel_plan, backend, config, tp=1)[0][0] if padded else chunks[0]
     shapes = {name: list(p.shape) for name, p in unpadded.named_parameters()}
-    trained = {name: shape for name, shape in shapes.items() if not model_plan.is_frozen or is_trained(name)}
+    trained = {name: shape for name, shape in shapes.items() if model_plan.trains(name)}
     saved = {name: shape for name, shape in shapes.items() if name in trained or is_fixed(name)}
     if lora.base_format is not None:
         with paddle.LazyGuard():
@@ -196,7 +196,7 @@ def _build_chunks(
             model = build_padded(model_plan.family, model_plan.config, ops, tp)
             if config is not None:
                 adapted = adapted_modules(model, shard_plan, lora.target_modules)
-                add_adapters(model, adapted, config, model_plan.seed)
+                add_adapters(model, adapted, config, model_plan.seed, model_plan.full_modules)
                 _check_dropout(lora.dropout, adapted, shard_plan)
             if reft.rank is not None:
                 layers = intervened_layers(reft.layers, model_plan.config.num_hidden_layers)

@@ -6,8 +6,11 @@ import fnmatch
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from llmsuite.base.errors import UserError
-from llmsuite.models.head import SCORE
+from llmsuite.models.head import OUTPUT, SCORE
 from llmsuite.models.shard_plan import ShardPlan
+
+HEAD = OUTPUT.removesuffix(".weight")
+"""Name of the output projection of a model that is not tied."""
 
 
 def pick_modules(
@@ -47,6 +50,20 @@ def pick_modules(
 def matches(module: str, pattern: str) -> bool:
     """True if a pattern matches a module's full name or its last components."""
     return fnmatch.fnmatchcase(module, pattern) or fnmatch.fnmatchcase(module, f"*.{pattern}")
+
+
+def full_modules(patterns: Sequence[str] | None, plan: ShardPlan, is_tied: bool) -> list[str]:
+    """The modules that are trained in full next to adapters: those of embedding and head that a pattern matches.
+
+    Args:
+        patterns: `lora.modules_to_save`: full names or their last components.
+        plan: shard plan of the family.
+        is_tied: whether the head is the embedding.
+    """
+    found = [module for module in (plan.embedding, HEAD) if any(matches(module, pattern) for pattern in patterns or ())]
+    if is_tied and found:
+        return [plan.embedding]
+    return found
 
 
 def adaptable_modules(shapes: Mapping[str, Sequence[int]], plan: ShardPlan) -> list[str]:

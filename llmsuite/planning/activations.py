@@ -66,7 +66,8 @@ class ActivationSettings:
     adapted_experts: frozenset[str] = frozenset()
     """Modules of `adapted` that are routed experts: their adapters get the rows of experts."""
     embedding_width: float | None = None
-    """Elements that the adapter of the embedding keeps of each token; None without one."""
+    """Elements that the adapter of the embedding keeps of each token; 0 where the embedding itself is trained next to
+    adapters, None where it is frozen with them, or all is trained."""
     every_expert_row: bool = False
     """True where a rank has a row for each choice, also for experts of other ranks, with expert parallel of the tokens
     of all data ranks: in step programs."""
@@ -93,7 +94,7 @@ class ActivationSettings:
     input_bytes: int | None = None
     """Bytes of an element that such a product keeps of its input; None for `num_bytes`."""
     keeps_inputs: frozenset[str] = frozenset()
-    """Modules of `adapted` whose adapters keep the input of their matrix too."""
+    """Modules of `adapted` whose adapters keep the input of their matrix too, and a head that is trained itself."""
     inner_bytes: int | None = None
     """Bytes of an element between the products of a gated MLP without biases; None for `num_bytes`."""
     loss_chunk: int | None = None

@@ -143,7 +143,10 @@ def part_costs(layout: Layout, train_plan: TrainPlan, shape_spec: ShapeSpec, bat
         forward = sum(each.values()) + head
         if recomputes_logits(layout, batch, train_plan.profile.entropy):
             again += head
-        costs.append(PartCost(forward, times * forward + again))
+        backward = times * forward + again
+        if model_plan.is_frozen and layout.trains_head:
+            backward += head
+        costs.append(PartCost(forward, backward))
     return costs
 
 

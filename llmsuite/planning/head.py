@@ -51,7 +51,8 @@ def temporaries(
 def recomputes_logits(layout: Layout, batch: MicroBatch, uses_entropy: bool) -> bool:
     """True where a loss in chunks recomputes its logits in the backward pass: the head is trained, or the entropy has a
     gradient (`parallel.chunked_loss`)."""
-    is_vector = layout.model_plan.is_frozen and "lm_head" not in layout.adapted and not uses_entropy
+    is_trained = layout.trains_head or "lm_head" in layout.adapted
+    is_vector = not is_trained and not uses_entropy
     chunk = layout.parallel_plan.engine.loss_chunk_tokens
     return chunk is not None and chunk < batch.supervised and not is_vector
 

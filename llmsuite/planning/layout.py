@@ -11,13 +11,13 @@ import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 
-from llmsuite.adapters.parameters import is_trained, is_transposed, shard_dim, with_adapters
+from llmsuite.adapters.parameters import is_transposed, shard_dim, with_adapters
 from llmsuite.adapters.prefix_shapes import is_shared_by_all_ranks, with_prefixes
 from llmsuite.adapters.reft_shapes import intervened_layers, with_interventions
 from llmsuite.base.errors import UserError
 from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.models.block_quant import CODES
-from llmsuite.models.head import is_tied
+from llmsuite.models.head import OUTPUT, is_tied
 from llmsuite.models.mtp import is_embedding_shared, num_layers, num_mtp_layers
 from llmsuite.models.protocols import HasShapes
 from llmsuite.models.targets import adaptable_modules, frozen_matrices, linear_modules, pick_modules, quantised_modules
@@ -170,7 +170,7 @@ class ModelParameters:
             for name in (f"{module}.weight" for module in quantised_modules(self.model_shapes, self.shard_plan)):
                 parts = lora.base_format.shapes(self.shapes[name])
                 self.stored[name] = {f"{name}.{part}": shape for part, shape in parts.items()}
-        self.trained = {n for n in shapes if not model_plan.is_frozen or is_trained(n)}
+        self.trained = {n for n in shapes if model_plan.trains(n)}
         names = model_plan.family.names()
         self.transposed = {name for name in self.trained if is_transposed(name, names)}
         """Names of the trained parameters that PyTorch stores transposed."""
@@ -269,6 +269,18 @@ class Layout:
     @property
     def adapts_embedding(self) -> bool:
         return self.shard_plan.embedding in self.adapted
+
+    @property
+    def trains_embedding(self) -> bool:
+        """True where the rows of the embedding are trained themselves."""
+        return f"{self.shard_plan.embedding}.weight" in self.trained
+
+    @property
+    def trains_head(self) -> bool:
+        """True where the matrix that makes logits is trained itself."""
+        if self.tied:
+            return self.trains_embedding
+        return OUTPUT in self.trained
 
     @property  # not cached: a search sets plans that differ in recompute
     def unreached(self) -> frozenset[int]:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from llmsuite.contract.schema.stage_keys import HasDocumentMask
 from llmsuite.models.mtp import num_mtp_layers
 from llmsuite.models.shape_spec import Latent, MoE, ShapeSpec
+from llmsuite.models.targets import HEAD
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.program.lengths import longest_row
 from llmsuite.parallel.schedule import Action
@@ -102,9 +103,13 @@ def activation_settings(layout: Layout, uses_entropy: bool) -> ActivationSetting
     keeps_inputs: frozenset[str] = frozenset()
     if lora.adapter_method.keeps_input and not lora.dropout:
         keeps_inputs = layout.adapted
+    if layout.trains_head:
+        keeps_inputs |= {HEAD}
     embedding_width = None
     if layout.adapts_embedding:
         embedding_width = _adapter_width(layout, layout.shard_plan.embedding)
+    elif layout.trains_embedding and model_plan.is_frozen:
+        embedding_width = 0.0
     experts = frozenset(name for name in layout.adapted if layout.shard_plan.is_expert(f"{name}.weight"))
     rounds_activations = "rounded_output_matmul" in fused and layout.has_plain_linears
     rounds_attention = (

@@ -92,9 +92,9 @@ class TensorParallelTraffic:
                     self._send("all_reduce", shape, "interventions: gradients, from each rank's tokens")
             if number not in self._layout.unreached:
                 self._layer_backward(number, batch, full, shard)
-        if part == 0 and self._sequence_parallel and not self._is_frozen:
+        if part == 0 and self._sequence_parallel and self._layout.trains_embedding:
             self._send("all_gather", shard, "embedding, backward")
-            if self._shape_spec.learned_positions:
+            if self._shape_spec.learned_positions and not self._is_frozen:
                 self._send("all_gather", (1, *shard[1:]), "positions, backward")
         if part == 0 and self._sequence_parallel and self._layout.adapts_embedding:
             narrow = *shard[:2], self._adapter_rank or 0
@@ -184,11 +184,11 @@ class TensorParallelTraffic:
             self._send("all_gather", shard, "backward of the scatter after attention and MLP", 2)
         if layer.is_mtp and self._sequence_parallel:
             # a frozen embedding has no gradient
-            count = 1 if self._is_frozen else 2
+            count = 2 if self._layout.trains_embedding else 1
             self._send("all_gather", shard, "backward: hidden states and embeddings of MTP layers", count)
         again = self._engine.recomputes_layer(number)
-        # when only adapters are trained, the input of the first layer has no gradient, unless it is recomputed
-        no_gradient = self._is_frozen and not self._layout.adapts_embedding
+        # where only later parameters are trained, the input of the first layer has no gradient, unless it is recomputed
+        no_gradient = self._is_frozen and not (self._layout.adapts_embedding or self._layout.trains_embedding)
         if not (number == 0 and no_gradient and not again):
             self._attention_backward(number, batch, full)
         elif isinstance(layer.attention, Latent):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from llmsuite.adapters.parameters import is_trained
 from llmsuite.base.redaction import Url
 from llmsuite.base.resources import find
 from llmsuite.base.safe_files import exists, is_file
@@ -36,8 +37,9 @@ from llmsuite.contract.schema.reward import RewardSection
 from llmsuite.contract.schema.section import value_at
 from llmsuite.contract.specs import DeviceSpec, JobSpec, ModelFamily, RolloutEngineSpec, StageProfile, StageSpec
 from llmsuite.data.remote import fetch, is_remote
-from llmsuite.models.head import head_of
+from llmsuite.models.head import head_of, is_tied
 from llmsuite.models.shard_plan import UNSHARDED, ShardPlan
+from llmsuite.models.targets import full_modules
 from llmsuite.parallel.program.lengths import LENGTH_MULTIPLE
 
 DEFAULT_METRIC = "eval/loss"
@@ -91,6 +93,19 @@ class ModelPlan:
     def is_frozen(self) -> bool:
         """True where adapters, interventions or a prefix are trained and the model is frozen."""
         return freezes_model(self.lora, self.reft, self.prefix)
+
+    @property
+    def full_modules(self) -> list[str]:
+        """Modules that are trained in full next to adapters."""
+        if self.lora.rank is None:
+            return []
+        return full_modules(self.lora.modules_to_save, self.shard_plan, is_tied(self.config))
+
+    def trains(self, parameter: str) -> bool:
+        """Return True for the name of a parameter that is trained."""
+        if not self.is_frozen or is_trained(parameter):
+            return True
+        return parameter.rpartition(".")[0] in self.full_modules
 
     @property
     def prefix_network_size(self) -> int | None:

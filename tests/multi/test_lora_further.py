@@ -28,6 +28,7 @@ KINDS: dict[str, tuple[str, ...]] = {
 SLOW = "mixer", "mora", "lokr", "experts dropout"
 """Kinds of which three steps teach the experts less than the samples of these steps differ by: what changes is
 compared."""
+FULL = ('--lora.modules_to_save=["embed_tokens", "lm_head"]',)
 NF4 = "--lora.base_dtype=nf4", "--lora.base_block=8"
 RUNS: dict[str, dict[str, Any]] = {
     **{f"experts {kind}": {**ADAMW, "family": "deepseek", "run": (EXPERTS, *words)} for kind, words in KINDS.items()},
@@ -42,10 +43,23 @@ RUNS: dict[str, dict[str, Any]] = {
     "experts nf4 dora": {**ADAMW, "family": "deepseek", "run": (EXPERTS, *KINDS["dora"], *NF4)},
     "experts nf4 pissa": {**ADAMW, "family": "deepseek", "run": (EXPERTS, *KINDS["pissa"], *NF4)},
     "experts nf4 lokr": {**ADAMW, "family": "deepseek", "run": (EXPERTS, *KINDS["lokr"], *NF4)},
+    # next to adapters, embedding and head themselves are trained
+    "full": {**ADAMW, "run": FULL},
+    "full tied": {"run": (*FULL, "--lora.ensure_weight_tying=true", "--model.config.tie_word_embeddings=true", *NF4)},
+    "full padded dora": {**ADAMW, "run": (*FULL, *KINDS["dora"], "--model.config.vocab_size=515")},
     "padded dora": {**ADAMW, "run": (ENDS, *KINDS["dora"], "--model.config.vocab_size=515")},
     "padded pissa": {**ADAMW, "run": (ENDS, *KINDS["pissa"], "--model.config.vocab_size=515")},
 }
 STAGE3 = {"sharding": "stage3"}
+
+
+def _meshes(run: str) -> dict[str, tuple[int, Mapping[str, Any], tuple[str, ...]]]:
+    """The meshes that a run is tried on."""
+    if run.startswith("experts"):
+        return ON_EXPERTS
+    return ON_FULL if run.startswith("full") else ON_ENDS
+
+
 ON_EXPERTS: dict[str, tuple[int, Mapping[str, Any], tuple[str, ...]]] = {
     "ep2 stage3": (2, {**EP, **STAGE3}, (RECOMPUTE,)),
     "tp2 sp": (2, {**TP, **SP}, ()),
@@ -58,14 +72,23 @@ ON_ENDS: dict[str, tuple[int, Mapping[str, Any], tuple[str, ...]]] = {
     "pp2": (2, INTERLEAVED, ()),
     "stage3": (2, STAGE3, (RECOMPUTE,)),
 }
+ON_FULL = {
+    **ON_ENDS,
+    "dp2": (2, {"sharding": "stage2"}, ()),
+    "tp2 static": (2, TP, (STATIC,)),
+    "pp2 tp2": (4, {**PP, **TP}, ()),
+}
 TABLE = {
     f"{run} {mesh}": (run, num_ranks, parallel, words)
     for run in RUNS
-    for mesh, (num_ranks, parallel, words) in (ON_EXPERTS if run.startswith("experts") else ON_ENDS).items()
+    for mesh, (num_ranks, parallel, words) in _meshes(run).items()
     if not (STATIC in words and "dropout" in run)
-    and not (STATIC in words and ("mora" in run or "lokr" in run or "nf4" in run))
+    and not (STATIC in words and ("mora" in run or "lokr" in run or "nf4" in run or "tied" in run))
 }
 FEW = (
+    "full dp2",
+    "full tp2 sp",
+    "full tied pp2",
     "experts sgd ep2 stage3",
     "experts dora ep2 stage3",
     "experts dropout ep2 stage3",
@@ -78,7 +101,7 @@ _MAGNIFIED = [run for run in RUNS if run.startswith("experts") and run.endswith(
 SENSITIVE = few({run: run for run in _MAGNIFIED}, *_MAGNIFIED)
 """Runs whose limits are from the condition of each number: lengths of columns, mixers and Kronecker products magnify
 what three steps leave of rounding."""
-AGAIN = few({run: run for run in RUNS}, *(run for run in RUNS if run != "experts dropout"))
+AGAIN = few({run: run for run in RUNS}, *(run for run in RUNS if run not in ("experts dropout", "full")))
 
 
 def _one(run: str) -> Case:

@@ -43,6 +43,7 @@ ON_RANKS: dict[str, tuple[str, int, dict[str, Any], tuple[str, ...]]] = {
     "tp2 kto": ("kto", 2, TP2, ()),
     "dp2 lora": ("lora", 2, {}, TWO),
     "tp2 lora": ("lora", 2, {**TP2, "sequence_parallel": True}, ()),
+    "tp2 full ends": ("full ends", 2, {**TP2, "sequence_parallel": True}, ()),
     "tp2 dp2 stage3": ("sft sgd", 4, {**TP2, "sequence_parallel": True, "sharding": "stage3"}, ()),
     "tp2 dp2 stage2": ("sft adamw", 4, {**TP2, "sharding": "stage2"}, TWO),
     # two micro-batches are as many as there are stages; the others have four
@@ -63,7 +64,7 @@ ON_RANKS: dict[str, tuple[str, int, dict[str, Any], tuple[str, ...]]] = {
     **{f"dp2 pp2 {job}": (job, 4, {**PP2, "sharding": "stage1"}, TWO) for job in FURTHER},
 }
 LEFT = (
-    *("tp2 dp2 stage2", "tp2 dp2 stage3", "tp2 dpo", "tp2 kto", "dp2 rm"),
+    *("tp2 full ends", "tp2 dp2 stage2", "tp2 dp2 stage3", "tp2 dpo", "tp2 kto", "dp2 rm"),
     *("pp2 tied", "pp2 masked documents", "pp2 of a vocabulary that 2 does not divide"),
     *("tp2 pp2", "tp2 pp2 packed", "tp2 pp2 tied", "dp2 pp2", "dp2 pp2 stage1"),
     *(f"{mesh} {job}" for mesh in ("tp2 dp2 stage3", "tp2 pp2", "dp2 pp2") for job in FURTHER),

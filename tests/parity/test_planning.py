@@ -25,6 +25,7 @@ ROUTED = '--lora.target_modules=["experts.*", "self_attn.*"]'
 ENDS = '--lora.target_modules=["embed_tokens", "*_proj", "lm_head"]'
 BF16 = "--engine.precision=bf16"
 REFT = "--reft.rank=4"
+FULL_ENDS = ('--lora.modules_to_save=["embed_tokens", "lm_head"]', "--lora.ensure_weight_tying=true")
 PREFIX = "--prefix.tokens=40"
 NETWORK = (PREFIX, "--prefix.projection=true", "--prefix.projection_hidden_size=200")
 RUNS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
@@ -81,6 +82,11 @@ RUNS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "dora, ends, sequence": ("llama/lora", SP, (*KEPT, ENDS, "--lora.method=dora")),
     "pissa, ends": ("llama/lora", TP, (*KEPT, ENDS, "--lora.init=pissa")),
     "pissa, ends, sequence": ("llama/lora", SP, (*KEPT, ENDS, "--lora.init=pissa")),
+    "adapters, full ends": ("llama/lora", TP, FULL_ENDS),
+    "adapters, full ends, sequence, kept": ("llama/lora", SP, (*KEPT, *FULL_ENDS)),
+    "adapters, full ends, pipeline": ("llama/lora", PP, FULL_ENDS),
+    "adapters, full ends, stage 3": ("llama/lora", {"sharding": "stage3"}, FULL_ENDS),
+    "adapters, full table, gpt, sequence": ("gpt/lora", SP, (*KEPT, *FULL_ENDS)),
     "adapters, stage 3": ("llama/lora", {"sharding": "stage3"}, ()),
     "sequence, bf16": ("llama/sft", SP, (*KEPT, BF16)),
     "deepseek, bf16": ("deepseek/sft", TP, (*AGAIN, BF16)),
@@ -117,6 +123,8 @@ ALONE = {
     "one, gpt, bf16": ("gpt/sft", (*KEPT, BF16)),
     "one, prefix, bf16": ("llama/sft", (*KEPT, PREFIX, BF16)),
     "one, adapters, bf16": ("llama/lora", (*KEPT, BF16)),
+    "one, full ends": ("llama/lora", (*KEPT, *FULL_ENDS)),
+    "one, full ends, bf16": ("llama/lora", (*KEPT, *FULL_ENDS, BF16)),
     "one, ends": ("llama/lora", (*KEPT, ENDS)),
     "one, mixer, ends": ("llama/lora", (*KEPT, ENDS, "--lora.method=mixer")),
     "one, experts": ("deepseek/lora", (*KEPT, ROUTED)),

@@ -6,14 +6,16 @@ transformers 5.23 and peft 0.21.2. Run it from anywhere; a second run writes the
 
     python tests/reference/make_peft_models.py
 
-`pairs` and `lora_ga` are files as llmsuite writes them, with random numbers in them, which PEFT has read. `stacks` and
-`down` are adapters that PEFT has made and saved. Logits [B, L, V] are of the input ids of the model's own reference.
+`pairs` and `lora_ga` are files as llmsuite writes them, with random numbers in them, which PEFT has read. `stacks`,
+`down` and `full` (`modules_to_save`; with transformers 5.24) are adapters that PEFT has made and saved. Logits
+[B, L, V] are of the input ids of the model's own reference.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,8 @@ CASES = (
     *((case, kind) for case in OF_EXPERTS for kind in ("pairs", "stacks")),
     ("qwen_moe/qwen2", "down"),
     ("llama/grouped_query", "lora_ga"),
+    ("llama/grouped_query", "full"),
+    ("ernie/tied", "full"),
 )
 ATTENTION = {
     "deepseek": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
@@ -49,8 +53,8 @@ STACKS: dict[str, dict[str, Any]] = {
 }
 
 
-def main() -> None:
-    for case, kind in CASES:
+def main(cases: Sequence[tuple[str, str]] = CASES) -> None:
+    for case, kind in cases:
         torch.manual_seed(SEED)
         target = HERE / "peft" / "models" / f"{case.replace('/', '-')}-{kind}"
         target.mkdir(parents=True, exist_ok=True)
@@ -59,7 +63,10 @@ def main() -> None:
         with np.load(HERE / case / "reference.npz") as stored:
             ids = torch.tensor(stored["input_ids"])
         attention = ATTENTION.get(case.partition("/")[0], ATTENTION["others"])
-        if kind in STACKS:
+        if kind == "full":
+            full = {"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": "tied" in case}
+            model = saved_by_peft(target, base, LoraConfig(target_modules=attention, **full, **common()))
+        elif kind in STACKS:
             model = saved_by_peft(target, base, LoraConfig(target_modules=attention, **STACKS[kind], **common()))
         else:
             write_as_llmsuite(target, base, attention, kind)
@@ -76,14 +83,15 @@ def saved_by_peft(target: Path, base: Any, config: LoraConfig) -> Any:
     model = get_peft_model(base, config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_" in name:
+            if "lora_" in name or "modules_to_save" in name:
                 parameter.normal_(std=0.2)
     model.save_pretrained(target)
     (target / "README.md").unlink()
     saved = json.loads((target / "adapter_config.json").read_text())
     saved["base_model_name_or_path"] = None
-    # both come out of sets
-    saved |= {key: sorted(saved[key]) for key in ("target_modules", "target_parameters")}
+    # they come out of sets
+    named = ("target_modules", "target_parameters", "modules_to_save")
+    saved |= {key: sorted(saved[key]) for key in named if saved[key] is not None}
     write_config(target, saved)
     return model
 

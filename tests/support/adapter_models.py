@@ -31,11 +31,11 @@ def section(**keys: Any) -> LoraSection:
     return LoraSection(**{"rank": RANK, "alpha": ALPHA, **keys})
 
 
-def base_of(family: str, directory: Path) -> None:
-    """A model of the smoke shape on disk, with parameters that tell tokens apart."""
+def base_of(family: str, directory: Path, **shape: Any) -> None:
+    """A model of the smoke shape, changed by `shape`, on disk, with parameters that tell tokens apart."""
     spec = FAMILIES[family]
-    config = spec.config_cls(**spec.smoke)
-    shapes = {name: list(p.shape) for name, p in tiny(family).named_parameters()}
+    config = spec.config_cls(**{**spec.smoke, **shape})
+    shapes = {name: list(p.shape) for name, p in tiny(family, **shape).named_parameters()}
     values = {name: initial_values(0, name, s, 0.15) + (len(s) == 1) for name, s in shapes.items()}
     specs = [TensorSpec(name, value.shape, "float32") for name, value in values.items()]
     directory.mkdir()

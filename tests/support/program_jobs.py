@@ -21,6 +21,7 @@ from tests.parity.lora import LORA
 
 ADAPTER_OFF = ("--dpo.reference=adapter_off",)
 KTO = ("--kto.undesirable_weight=1.5", "--model.config.num_hidden_layers=4")
+FULL = '--lora.modules_to_save=["embed_tokens", "lm_head"]'
 _JOBS: dict[str, tuple[str, tuple[str, ...]]] = {
     # rows of two buckets, micro-batches that differ in weight
     "sft adamw": ("llama/sft", (*OPTIMIZERS["adamw"], "--data.max_length=512")),
@@ -43,6 +44,11 @@ _JOBS: dict[str, tuple[str, tuple[str, ...]]] = {
         (*OPTIMIZERS["sgd"], "--lora.rank=4", "--lora.method=vera", "--train.learning_rate=2"),
     ),
     "lora, tied": ("qwen/lora", (*OPTIMIZERS["sgd"], *LORA, "--model.config.tie_word_embeddings=true")),
+    "full ends": ("llama/lora", (*OPTIMIZERS["adamw"], "--lora.rank=4", FULL)),
+    "full ends, tied": (
+        "qwen/lora",
+        (*OPTIMIZERS["sgd"], *LORA, FULL, "--lora.ensure_weight_tying=true", "--model.config.tie_word_embeddings=true"),
+    ),
     "pissa": ("llama/lora", (*OPTIMIZERS["sgd"], *LORA, "--lora.init=pissa")),
     "dpo": ("llama/dpo", OPTIMIZERS["adamw"]),
     "dpo sgd": ("llama/dpo", OPTIMIZERS["sgd"]),
@@ -63,6 +69,8 @@ JOBS = few(
     "dora",
     "vera",
     "lora, tied",
+    "full ends",
+    "full ends, tied",
     "pissa",
     "dpo sgd",
     "rm adamw",
@@ -71,10 +79,10 @@ JOBS = few(
     "rm of adapters",
 )
 ADAPTERS = (
-    *("lora", "lora adamw", "mixer", "dora", "vera", "lora, tied", "pissa"),
+    *("lora", "lora adamw", "mixer", "dora", "vera", "lora, tied", "full ends", "full ends, tied", "pissa"),
     *("kto_pair", "kto of adapters", "rm of adapters"),
 )
-"""Jobs that train adapters only."""
+"""Jobs that train adapters, and the base not, or only its embedding and head."""
 
 
 STAGES = ("dpo", "dpo sgd", "orpo", "rm", "rm adamw", "kto", "kto adamw")

@@ -209,7 +209,9 @@ class AdaptedTensors:
         module = _SAVED.sub("", name).removesuffix(".weight")
         named = saved if isinstance(saved, list) else [saved]
         is_copy = ".modules_to_save" in name or any(module.endswith(str(part)) for part in named)
-        if not is_copy or config.get("ensure_weight_tying"):
+        # PEFT does not tie embeddings with other names, such as GPT's wte
+        is_tied_by_peft = config.get("ensure_weight_tying") and module.endswith((".embed_tokens", ".lm_head"))
+        if not is_copy or is_tied_by_peft:
             return False
         return not np.array_equal(self._files.read(name), self._base.read(EMBEDDING))
 

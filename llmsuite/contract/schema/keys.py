@@ -202,6 +202,7 @@ ALIASES = {
     "lora.alpha": ("lora_alpha",),
     "lora.dropout": ("lora_dropout",),
     "lora.target_modules": ("lora_target", "lora_target_modules"),
+    "lora.modules_to_save": ("additional_target", "lora_modules_to_save"),
     "lora.base_dtype": ("load_in_4bit", "load_in_8bit", "quantization_bit"),
     "checkpoint.save_steps": ("save_strategy", "save_every", "save_interval"),
     "checkpoint.keep_last": ("save_total_limit",),

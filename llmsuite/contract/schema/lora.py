@@ -50,6 +50,12 @@ class LoraSection(Section):
     """Matrices that get an adapter: patterns that match a module name, or its end after a dot, such as "q_proj",
     "layers.0.mlp.*" or "experts.*" (one adapter for each routed expert). "embed_tokens" and "lm_head" are allowed.
     Default: every matrix of attention and MLP, except the routed experts."""
+    modules_to_save: list[str] | None = None
+    """Modules that are trained in full next to the adapters, and saved with them: "embed_tokens" and "lm_head". null:
+    none."""
+    ensure_weight_tying: bool = False
+    """With modules_to_save, where embedding and head are one matrix (`tie_word_embeddings`): train this matrix, so that
+    they stay one. false: such a model is refused. It has no effect on a model with two matrices."""
     lora_plus_ratio: PositiveFloat = 1.0
     """Learning rate of B divided by that of A (LoRA+, Hayou et al. 2024, arXiv 2402.12354)."""
     base_dtype: Literal["nf4", "fp4", "int8"] | None = None
@@ -86,6 +92,8 @@ class LoraSection(Section):
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.target_modules == []:
             yield "target_modules", "is empty, so nothing would be trained; name modules, or remove it"
+        if self.modules_to_save == []:
+            yield "modules_to_save", "is empty; name modules, or remove it"
         if self.init != "default" and self.method != "lora":
             yield "init", f"is {self.init}, which needs lora.method lora; set it to default, or lora.method to lora"
         if self.base_block % 2:
@@ -99,6 +107,8 @@ class LoraSection(Section):
                 yield key, "has no effect while rank is null; set that too, or remove it"
             return
         yield from METHODS[self.method].refused_keys.items()
+        if self.modules_to_save is None:
+            yield "ensure_weight_tying", "has no effect while modules_to_save is null; set that too, or remove it"
         if self.init != "lora_ga":
             for key in ("init_batches", "init_passes", "init_gamma"):
                 yield key, f"has no effect with lora.init {self.init}; remove it, or set lora.init to lora_ga"

@@ -91,6 +91,10 @@ def _nothing_to_switch_off(context: RuleContext) -> Iterator[Violation]:
         other = "copy" if context.profile.updates else "cache"
         key = f"{context.stage.section_name}.reference"
         yield key, f"is adapter_off, which needs adapters; set lora.rank, or set it to {other}"
+    elif context.section.reference == "adapter_off" and context.recipe.lora.modules_to_save:
+        key = f"{context.stage.section_name}.reference"
+        why = "is adapter_off, but modules of lora.modules_to_save have no initial values left"
+        yield key, f"{why}; set it to cache, or remove those"
 
 
 def _nothing_to_train(context: RuleContext) -> Iterator[Violation]:
@@ -376,8 +380,8 @@ STAGE_RULES = (
     ),
     _UNUSED_KEYS,
     Rule(
-        "a reference `adapter_off` without adapters",
-        "the reference would be the trained model itself",
+        "a reference `adapter_off` without adapters, or with `lora.modules_to_save`",
+        "the reference would be the trained model itself, or have its trained modules",
         ("--dpo.reference=adapter_off",),
         _nothing_to_switch_off,
     ),

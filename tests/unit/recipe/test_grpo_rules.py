@@ -52,6 +52,7 @@ from tests.support.grpo_case import RECIPE
         ("train.num_epochs", ["--rollout.dynamic_sampling=true", "--train.max_steps=null", "--train.num_epochs=1"]),
         ("train.eval_steps", ["--rollout.dynamic_sampling=true", "--train.eval_steps=epoch"]),
         ("data.num_workers", ["--data.num_workers=2"]),
+        ("lora.modules_to_save", ["--lora.rank=4", '--lora.modules_to_save=["lm_head"]']),
         ("eval_rollout.pass_at", ["--eval_rollout.pass_at=[2]"]),
         ("eval_rollout.num_generations", ["--eval_rollout.num_generations=2"]),
         ("rollout.top_p", ["--rollout.top_p=0.9"]),

@@ -209,6 +209,38 @@ def test_accumulate_steps_follow_from_batch_sizes(plan: Plan) -> None:
             "adapter supports only one of them; remove it",
         ),
         (
+            {"lora": {"rank": 2, "modules_to_save": ["embed_tokens", "norm"]}},
+            "lora.modules_to_save",
+            "'norm' is neither the embedding (model.embed_tokens) nor lm_head; other modules are not trained in full "
+            "next to adapters: remove it",
+        ),
+        (
+            {"lora": {"rank": 2, "modules_to_save": []}},
+            "lora.modules_to_save",
+            "is empty; name modules, or remove it",
+        ),
+        (
+            {"lora": {"rank": 2, "ensure_weight_tying": True}},
+            "lora.ensure_weight_tying",
+            "has no effect while modules_to_save is null; set that too, or remove it",
+        ),
+        (
+            {"model.config": {"tie_word_embeddings": True}, "lora": {"rank": 2, "modules_to_save": ["lm_head"]}},
+            "lora.modules_to_save",
+            "names lm_head, but embedding and head are one matrix in this model (tie_word_embeddings), and one of them "
+            "would not follow the other; set lora.ensure_weight_tying to true, which trains the matrix of both",
+        ),
+        (
+            {"lora": {"rank": 2, "modules_to_save": ["lm_head"], "target_modules": ["q_proj", "lm_head"]}},
+            "lora.target_modules",
+            "'lm_head' matches lm_head, which lora.modules_to_save trains in full; remove one of the two",
+        ),
+        (
+            {"lora": {"rank": 2, "modules_to_save": ["lm_head"], "init": "lora_ga"}},
+            "lora.modules_to_save",
+            "is set, and lora.init is lora_ga, which has gradients of matrices with adapters only; remove one",
+        ),
+        (
             {"lora.rank": 2, "lora.base_block": 32},
             "lora.base_block",
             "has no effect while base_dtype is null; set that too, or remove it",

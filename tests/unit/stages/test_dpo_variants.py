@@ -108,6 +108,16 @@ def test_a_reference_without_adapter_takes_one(problems: Callable[..., list[Any]
     assert "set lora.rank" in problem.message
 
 
+def test_a_reference_without_adapter_is_not_that_of_modules_that_are_trained_in_full(
+    problems: Callable[..., list[Any]],
+) -> None:
+    keys = {"lora.rank": 4, "lora.modules_to_save": ["lm_head"]}
+    assert problems(keys) == []
+    (problem,) = problems({"dpo.reference": "adapter_off", **keys})
+    assert problem.key == "dpo.reference"
+    assert "set it to cache" in problem.message
+
+
 def test_defaults_follow_from_the_loss(plan: Callable[..., RunPlan]) -> None:
     for loss, reference in (("sigmoid", "cache"), ("kto_pair", "cache"), ("simpo", "none"), ("orpo", "none")):
         section: Any = plan({"dpo.loss": loss}).recipe

@@ -18,11 +18,14 @@ from llmsuite.adapters.parameters import is_factor
 from llmsuite.base.errors import UserError
 from llmsuite.checkpoint.adapter_base import Base
 from llmsuite.checkpoint.adapter_dir import Adapters, SavedAdapters
+from llmsuite.checkpoint.adapter_writer import write_adapters
 from llmsuite.checkpoint.convert.adapter import add_adapter
 from llmsuite.checkpoint.model_dir import open_model
+from llmsuite.checkpoint.tensors import TensorSpec
 from llmsuite.cli.main import main
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.inference.load import load_model
+from llmsuite.models.head import EMBEDDING, OUTPUT, is_tied
 from tests.support.adapter_models import section, write
 from tests.support.families import FAMILIES
 from tests.support.paths import REFERENCE
@@ -30,7 +33,8 @@ from tests.support.paths import REFERENCE
 MODELS = REFERENCE / "peft" / "models"
 CASES = sorted(path.name for path in MODELS.iterdir())
 WRITTEN = [case for case in CASES if case.endswith(("-pairs", "-lora_ga"))]
-STACKS = [case for case in CASES if case not in WRITTEN]
+FULL = [case for case in CASES if case.endswith("-full")]
+STACKS = [case for case in CASES if case not in (*WRITTEN, *FULL)]
 LIMIT = 1e-5
 """Tolerance relative to the largest logit: float32, and the sums of both libraries have other orders."""
 TARGETS = {"pairs": ["self_attn.*", "experts.*"], "lora_ga": None}
@@ -97,6 +101,42 @@ def test_a_live_model_has_the_logits_of_peft_and_writes_its_files(case: str, tmp
         np.testing.assert_array_equal(value, theirs[name], err_msg=name)
     written = {**config_of(tmp_path / "adapter"), "base_model_name_or_path": None}
     assert written == metadata
+
+
+@pytest.mark.parametrize("case", FULL)
+def test_modules_that_are_trained_in_full_are_saved_as_by_peft(case: str, tmp_path: Path) -> None:
+    """PEFT's names and shapes, with the values of its own file (`modules_to_save`)."""
+    opened = open_model(base_of(case), FAMILIES)
+    metadata = config_of(MODELS / case)
+    lora = section(target_modules=["self_attn.*"])
+    model = load_model(opened, CpuBackend())
+    modules = adapted_modules(model, opened.family.shard_plan, lora.target_modules)
+    in_full = [EMBEDDING] if is_tied(opened.config) else [EMBEDDING, OUTPUT]
+    adapters = Adapters(modules, lora.adapter_config, Base(None, ""), in_full)
+    saved = SavedAdapters(MODELS / case, adapters, opened.family, opened.config)
+    add_adapters(model, modules, lora.adapter_config, full_modules=[name.removesuffix(".weight") for name in in_full])
+    values = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.stop_gradient:
+            values[name] = saved.read(name)
+            parameter.set_value(values[name])
+    check_logits(model, case)
+
+    specs = [TensorSpec(name, value.shape, "float32") for name, value in values.items()]
+    write_adapters(tmp_path, adapters, opened.family, opened.config, values.__getitem__, specs)
+    ours, theirs = (
+        safetensors.numpy.load_file(path / "adapter_model.safetensors") for path in (tmp_path, MODELS / case)
+    )
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        np.testing.assert_array_equal(value, theirs[name], err_msg=name)
+    written = config_of(tmp_path)
+    if is_tied(opened.config):
+        assert (written["modules_to_save"], written["ensure_weight_tying"]) == (["embed_tokens"], True)
+        assert "embed_tokens" in metadata["modules_to_save"]
+        assert metadata["ensure_weight_tying"] is True
+    else:
+        assert written["modules_to_save"] == metadata["modules_to_save"] == ["embed_tokens", "lm_head"]
 
 
 def _factor(saved: SavedAdapters, name: str, rank: int | None) -> np.ndarray:
