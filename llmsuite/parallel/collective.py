@@ -253,6 +253,13 @@ def sum_in_group(tensor: Tensor, group: Any) -> None:
             dist.all_reduce(tensor, group=group)
 
 
+def max_in_group(tensor: Tensor, group: Any) -> None:
+    """Take the maxima of a tensor over a group, in place. A group of None has one member, so nothing is sent."""
+    if group is not None:
+        with calls.recorded("all_reduce", tensor, group):
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+
+
 class _AsyncCollective:
     """A collective that runs while this rank computes. Waiting for it is recorded as a call of its own: the rank does
     no work meanwhile, and may hang there."""

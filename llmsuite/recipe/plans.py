@@ -39,6 +39,7 @@ from llmsuite.data.remote import fetch, is_remote
 from llmsuite.models.head import head_of
 from llmsuite.models.shard_plan import UNSHARDED, ShardPlan
 from llmsuite.parallel.program.lengths import LENGTH_MULTIPLE
+from llmsuite.recipe.teacher import TeacherPlan
 
 DEFAULT_METRIC = "eval/loss"
 """Metric of early stopping in a recipe that names none."""
@@ -258,6 +259,8 @@ class TrainPlan:
     checkpoint: CheckpointSection
     seed: int
     """Seed of sampled tokens."""
+    teacher: TeacherPlan | None = None
+    """Teacher of the stage; None for a stage without one."""
 
     @property
     def profile(self) -> StageProfile:
