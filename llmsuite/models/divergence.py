@@ -48,12 +48,24 @@ class OverVocabulary:
         """Maximum over the ranks, of any shape."""
         return numbers
 
+    def local(self, tensor: Tensor) -> Tensor:
+        """The values of a tensor on this rank."""
+        return tensor
+
+    def of_tokens(self, numbers: Tensor) -> Tensor:
+        """Numbers [N], the same on every rank, in the form in which other operations take them."""
+        return numbers
+
+    def of_vocabulary(self, gradient: Tensor) -> Tensor:
+        """This rank's part of a gradient [N, V], in the form that the logits have."""
+        return gradient
+
 
 def divergence(logits: Tensor, taught: Tensor, comparison: Comparison, ranks: OverVocabulary | None = None) -> Tensor:
     """The divergence of each token, [N] in float32.
 
     Args:
-        logits: of the model, [N, V] float32; on a rank with a part of the vocabulary, those of its part.
+        logits: of the model, [N, V] float32; they may be cut along the vocabulary.
         taught: of the teacher, likewise.
         comparison: its beta and temperature.
         ranks: reductions over the ranks; None where this one has the full vocabulary.
@@ -70,8 +82,8 @@ class _Divergence(PyLayer):
     def forward(ctx: Any, logits: Tensor, rest: tuple[Tensor, Comparison, OverVocabulary]) -> Tensor:
         taught, comparison, ranks = rest
         temperature = comparison.temperature
-        own = logits / temperature
-        other = taught / temperature
+        own = ranks.local(logits) / temperature
+        other = ranks.local(taught) / temperature
         # the maxima are subtracted, so that no exponential overflows
         maxima = ranks.max(paddle.stack([own.max(-1), other.max(-1)]))  # [2, N]
         own = own - maxima[0].unsqueeze(-1)
@@ -81,12 +93,13 @@ class _Divergence(PyLayer):
         log_q = other - totals[1].unsqueeze(-1)
         del own, other
         found, gradient = _terms(log_p, log_q, comparison.beta, ranks)
+        ctx.ranks = ranks
         ctx.gradient = gradient / temperature
-        return found
+        return ranks.of_tokens(found)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return ctx.gradient * gradient.unsqueeze(-1)
+        return ctx.ranks.of_vocabulary(ctx.gradient * ctx.ranks.local(gradient).unsqueeze(-1))
 
 
 def _terms(log_p: Tensor, log_q: Tensor, beta: float, ranks: OverVocabulary) -> tuple[Tensor, Tensor]:

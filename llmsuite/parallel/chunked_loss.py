@@ -201,7 +201,8 @@ class _Chunks(PyLayer):
         sums = [_Sum(parameter) for parameter in trained]
         with losses.whole_head():
             for chunk, *rest in losses.chunks(hidden, *ctx.others, *gradients):
-                others, given = rest[: len(ctx.others)], rest[len(ctx.others) :]
+                others = rest[: len(ctx.others)]
+                given = rest[len(ctx.others) :]
                 x, outputs = losses.with_gradient(chunk, *others)
                 pairs = [(output, g) for output, g in zip(outputs, given, strict=True) if not output.stop_gradient]
                 given = [g for _, g in pairs]

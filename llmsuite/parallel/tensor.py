@@ -308,12 +308,10 @@ class VocabularyParallelLogitOps(LogitOps):
         return (deficit >= 0).astype("float32")
 
     def divergence(self, logits: Tensor, taught: Tensor, comparison: Comparison) -> Tensor:
-        cut = [dist.Shard(logits.ndim - 1)]
-        # the operations in between are those of one card: only numbers of tokens are exchanged
-        own, other = (
-            dtensor_to_local(self._without_padding(part), self._mesh.tensor, cut) for part in (logits, taught)
-        )
-        return divergence(own, other, comparison, _OverTensorRanks(self._mesh.tensor_group))
+        ranks = _OverTensorRanks(self._mesh)
+        own, other = (self._without_padding(part) for part in (logits, taught))
+        # complete on every rank: nothing is sent
+        return self._sum(divergence(own, other, comparison, ranks))
 
     def _without_padding(self, logits: Tensor) -> Tensor:
         """Logits [N, V] with a probability of 0 for the padding of the vocabulary."""
@@ -346,15 +344,24 @@ class VocabularyParallelLogitOps(LogitOps):
 
 
 class _OverTensorRanks(OverVocabulary):
-    """Reductions over the ranks of the tensor parallel group."""
+    """Reductions over the ranks of the tensor parallel group. Only numbers of tokens are exchanged."""
 
-    def __init__(self, group: Any):
-        self._group = group
+    def __init__(self, mesh: Mesh):
+        self._mesh = mesh
 
     def sum(self, numbers: Tensor) -> Tensor:
-        collective.sum_in_group(numbers, self._group)
+        collective.sum_in_group(numbers, self._mesh.tensor_group)
         return numbers
 
     def max(self, numbers: Tensor) -> Tensor:
-        collective.max_in_group(numbers, self._group)
+        collective.max_in_group(numbers, self._mesh.tensor_group)
         return numbers
+
+    def local(self, tensor: Tensor) -> Tensor:
+        return local_value(tensor)
+
+    def of_tokens(self, numbers: Tensor) -> Tensor:
+        return dtensor_from_local(numbers, self._mesh.tensor, [dist.Replicate()])
+
+    def of_vocabulary(self, gradient: Tensor) -> Tensor:
+        return dtensor_from_local(gradient, self._mesh.tensor, [dist.Shard(1)])

@@ -22,6 +22,7 @@ POINTS = [
     ("gkd", "pp2"),
     ("gkd", "stage3"),
     ("gkd, sft", "tp2"),
+    ("gkd, adapters", "tp2"),
 ]
 
 
