@@ -275,7 +275,7 @@ def _pipelines(registry: Registry) -> list[str]:
         "What a device does not run is refused by name, also by `llmsuite validate` and `llmsuite plan` on a machine "
         "without it. A device of a plugin runs what its `DeviceBackend` says: `supports_interleaving` and "
         "`supports_step_pipelines`, neither by default. Why: "
-        "[pipelines on a GPU or XPU](../guide/parallelism.md#pipelines).",
+        "[pipelines](../guide/parallelism.md#pipelines).",
         "",
         "| device | `1F1B`, `FThenB` | `interleaved` | `engine.program: step` with a pipeline |",
         "|---|---|---|---|",

@@ -84,8 +84,12 @@ class DeviceBackend(abc.ABC):
     """True where pipeline ranks may have several chunks of layers (`pipeline_schedule: interleaved`): such ranks send
     before they receive from the same peer, so a copy to or from the host must not wait for unfinished sends."""
     supports_step_pipelines: ClassVar[bool] = False
-    """True where the static program of a full step may be a pipeline (`engine.program: step`): its stages run in
-    separate executors, so no operation of one may wait for an event of another."""
+    """True where the static program of a full step may be a pipeline (`engine.program: step`). Paddle 3.3.1 lets
+    operations of such programs wait for events, which it records on GPUs only."""
+    runs_job_plans: ClassVar[bool] = True
+    """True where one executor runs all jobs of such a program, in Paddle's order: jobs on several streams wait for
+    events of each other, which an executor only finds among its own. False where each job has an executor of its own,
+    which takes less host memory, see `llmsuite.parallel.program.jobs`."""
     can_offload: ClassVar[bool] = True
     """True where `to_host` frees device memory; False where tensors are already in host memory."""
 

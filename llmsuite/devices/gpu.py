@@ -19,6 +19,8 @@ class GpuBackend(DeviceBackend):
     # without them the gradients of flash attention and of embeddings are sums by atomic additions, in any order
     deterministic_flags = {"FLAGS_cudnn_deterministic": "1", "FLAGS_embedding_deterministic": "1"}  # noqa: RUF012
     precisions = ("fp32", "bf16", "fp16")
+    supports_interleaving = True  # see `devices.tensors`
+    supports_step_pipelines = True
     install = (
         "pip uninstall -y paddlepaddle && "
         "pip install paddlepaddle-gpu==3.3.1 -i https://www.paddlepaddle.org.cn/packages/stable/cu126/"

@@ -1,4 +1,10 @@
-"""Tensors made of arrays and numbers: the one place where values of the host become a tensor."""
+"""Copies between the host and the device: the one place where values become a tensor, and a tensor an array.
+
+On a GPU these copies are enqueued on the stream of the computations, and wait for that stream only. `Tensor.numpy`,
+`tolist`, `bool` and `paddle.to_tensor` copy on CUDA's default stream (Paddle 3.3.1), which waits for all other streams
+of the device, and so for messages that another rank has not received yet. A rank of an interleaved pipeline sends
+before it receives from the same peer: with such a copy in between, two ranks wait for each other for ever.
+"""
 
 from __future__ import annotations
 
@@ -37,5 +43,28 @@ def tensor_of(values: Any, dtype: Any = None, place: Any = None) -> Tensor:
     tensor = paddle.empty(array.shape, array.dtype.name, device=place)
     tensor.stop_gradient = True  # it says so by itself, but a PyLayer demands a gradient of one that has not been set
     if array.size:
-        tensor.get_tensor().set(np.asarray(array, order="C"), place)
+        _fill(tensor, np.asarray(array, order="C"), place)
     return tensor
+
+
+def array_of(tensor: Tensor) -> np.ndarray:
+    """The values of a tensor as an array of the host, with the same shape; bfloat16 becomes uint16, as in Paddle.
+
+    Waits until the accelerator has computed all that was enqueued before; so a step makes few such copies. Messages
+    that are under way may still be so afterwards.
+    """
+    if tensor.place.is_gpu_place():
+        tensor = tensor._copy_to(paddle.CPUPlace(), False)
+        paddle.device.current_stream().synchronize()
+    return np.asarray(tensor.numpy())
+
+
+def _fill(tensor: Tensor, array: np.ndarray, place: Any) -> None:
+    """Copy the values of an array to a new tensor on a place."""
+    if not tensor.place.is_gpu_place():
+        tensor.get_tensor().set(array, place)
+        return
+    host = paddle.empty(array.shape, array.dtype.name, device=paddle.CPUPlace())
+    host.get_tensor().set(array, paddle.CPUPlace())
+    # not blocking: CUDA has read pageable memory of the host when the call returns, and nothing else has to wait
+    host._copy_to(place, False)._share_buffer_to(tensor)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmsuite.devices.base import FLASH_ATTENTION, DeviceBackend, selected
+from llmsuite.devices.pipeline_events import without_pipeline_events
 
 # no fused RMSNorm: on XPU it is in a separate package, not in Paddle
 _KERNELS = {"rotary": "fused_rotary", "swiglu": "fused_swiglu"}
@@ -18,6 +19,7 @@ class XpuBackend(DeviceBackend):
     collectives = "bkcl"
     visible_devices = ("XPULINK_VISIBLE_DEVICES", "XPU_VISIBLE_DEVICES")
     precisions = ("fp32", "bf16", "fp16")
+    supports_step_pipelines = True
     install = (
         "pip uninstall -y paddlepaddle && "
         "pip install paddlepaddle-xpu==3.3.1 -i https://www.paddlepaddle.org.cn/packages/stable/xpu-p800/"
@@ -29,6 +31,9 @@ class XpuBackend(DeviceBackend):
 
     def rank_environment(self, local_rank: int) -> dict[str, str]:
         return {_SELECTED: str(local_rank)}  # init_parallel_env requires it
+
+    def after_paddle(self) -> None:
+        without_pipeline_events()
 
     def unavailable(self, num_devices: int) -> str | None:
         import paddle

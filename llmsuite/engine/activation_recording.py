@@ -18,7 +18,7 @@ from llmsuite.checkpoint.shapes import check_shapes
 from llmsuite.contract.registry import Registry
 from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.devices.base import DeviceBackend
-from llmsuite.devices.tensors import tensor_of
+from llmsuite.devices.tensors import array_of, tensor_of
 from llmsuite.engine.data_loader import StepDataLoader
 from llmsuite.engine.eager_engine import EagerEngine
 from llmsuite.engine.step import train_step
@@ -121,5 +121,5 @@ def _loss(model: Any, ids: Any) -> Any:
 
 
 def _array(tensor: Any) -> np.ndarray:
-    array: np.ndarray = tensor.detach().astype("float32").numpy()
+    array: np.ndarray = array_of(tensor.detach().astype("float32"))
     return array

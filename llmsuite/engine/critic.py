@@ -13,6 +13,7 @@ from typing import Any
 from llmsuite.contract.registry import Registry
 from llmsuite.contract.specs import PrePassKind
 from llmsuite.devices.base import DeviceBackend
+from llmsuite.devices.tensors import array_of
 from llmsuite.engine.batch import Batch
 from llmsuite.engine.build import build_model
 from llmsuite.engine.eager_engine import EagerEngine
@@ -189,7 +190,7 @@ class _CriticObjective:
     stage: CriticStage[Any]
 
     def prepass(self, kind: PrePassKind, model: Any, batch: Batch) -> Sums:
-        batch["values"] = self.stage.values(model, batch).numpy()
+        batch["values"] = array_of(self.stage.values(model, batch))
         return {}
 
     def loss(self, model: Any, batch: Batch) -> LossTerms:

@@ -22,7 +22,7 @@ from llmsuite.adapters.pissa import START_FIRST, START_SECOND, singular_vectors
 from llmsuite.base.errors import UserError
 from llmsuite.base.progress import report
 from llmsuite.contract.schema.lora import LoraSection
-from llmsuite.devices.tensors import tensor_of
+from llmsuite.devices.tensors import array_of, tensor_of
 from llmsuite.engine.build import BuiltModel
 from llmsuite.engine.data import TrainingData
 from llmsuite.engine.data_loader import StepDataLoader
@@ -165,7 +165,7 @@ def _factors(
     for number, (name, gradient) in enumerate(watched.items()):
         full_gradient = without_padding(gradient.finish(), shapes[name])  # a collective call
         if number % count == own:
-            full_gradients[name] = full_gradient.numpy()
+            full_gradients[name] = array_of(full_gradient)
     pairs = {name: gradient_factors(name, full_gradients.pop(name), init) for name in list(full_gradients)}
     factors = {}
     for name, (num_inputs, num_outputs) in shapes.items():
@@ -176,7 +176,7 @@ def _factors(
         # one rank has the factors, the others zeros: the sum over both groups broadcasts them
         for ranks in (mesh.data_group, mesh.tensor_group):
             collective.sum_in_group(tensor, ranks)
-        first, second = np.split(tensor.numpy(), [num_inputs * rank])
+        first, second = np.split(array_of(tensor), [num_inputs * rank])
         for kinds, factor in (
             ((FIRST_FACTOR, START_FIRST), first.reshape([num_inputs, rank])),
             ((SECOND_FACTOR, START_SECOND), second.reshape([rank, num_outputs])),

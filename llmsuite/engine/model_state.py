@@ -20,7 +20,7 @@ from llmsuite.checkpoint.save import GatheredTensor, assign_writers
 from llmsuite.checkpoint.shapes import check_shapes
 from llmsuite.checkpoint.tensors import TensorFiles
 from llmsuite.contract.registry import Registry
-from llmsuite.devices.tensors import tensor_of
+from llmsuite.devices.tensors import array_of, tensor_of
 from llmsuite.engine.build import BuiltModel
 from llmsuite.engine.weights import read_from
 from llmsuite.models.mtp import num_mtp_layers
@@ -154,7 +154,7 @@ def _on_every_stage(tensor: GatheredTensor, owner: int) -> GatheredTensor:
 def _gather(entry: StateTensor) -> Callable[[], Any]:
     if entry.is_scalar:
         # Paddle keeps beta_pow accumulators on the host, whatever the device
-        return lambda: entry.shard.gather_number(tensor_of(entry.value.numpy()))
+        return lambda: entry.shard.gather_number(tensor_of(array_of(entry.value)))
     return lambda: entry.shard.gather_shard(entry.on_device())
 
 

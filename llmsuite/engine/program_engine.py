@@ -12,7 +12,7 @@ from llmsuite.adapters.layers.reft import chosen_tokens
 from llmsuite.base.errors import UserError
 from llmsuite.base.typing import Tensor
 from llmsuite.contract.schema.recipe import TrainSection
-from llmsuite.devices.tensors import tensor_of
+from llmsuite.devices.tensors import array_of, tensor_of
 from llmsuite.engine.batch import Batch, ProgramBatch, program_inputs
 from llmsuite.engine.build import BuiltModel
 from llmsuite.engine.expert_balance import ExpertBalance
@@ -118,7 +118,10 @@ class ProgramEngine(TrainEngine):
         self._scales_loss = engine.precision == "fp16"
         check_passes(engine.fused_passes)
         options = Options(
-            recompute=engine.recompute != "none", scales_loss=self._scales_loss, passes=engine.fused_passes
+            recompute=engine.recompute != "none",
+            scales_loss=self._scales_loss,
+            passes=engine.fused_passes,
+            one_executor=parallel_plan.device.factory().runs_job_plans,
         )
         self._programs = StepPrograms(_layout(built, parallel_plan), optimizer, loss, options)
         self._multiple = parallel_plan.length_multiple
@@ -217,7 +220,7 @@ class ProgramEngine(TrainEngine):
             starts = inputs.get("document_starts")
             starts = None if starts is None else tensor_of(starts)
             chosen = chosen_tokens(tensor_of(prompts), starts, self._edited_ends)
-            inputs[TOKEN_VALUES] = chosen.numpy().astype("int64")  # int64, the type in which pipelines send ids
+            inputs[TOKEN_VALUES] = array_of(chosen).astype("int64")  # int64, the type in which pipelines send ids
         return inputs
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import paddle
 
 from llmsuite.base.typing import Tensor
+from llmsuite.devices.tensors import array_of
 from llmsuite.engine.build import BuiltModel
 from llmsuite.engine.step_callback import StepCallback
 from llmsuite.observe.activations.recording import ActivationHooks, Tokens
@@ -104,5 +105,5 @@ class StepRecording(StepCallback, PassRecorder):
         for name, value in values:  # the iterator gathers each tensor, so all ranks have to exhaust it
             if keeps:
                 unpadded = without_padding(value, self._shapes[name])  # the vocabulary may be padded
-                samples[name] = sample_of(unpadded.astype("float32").numpy())
+                samples[name] = sample_of(array_of(unpadded.astype("float32")))
         return samples

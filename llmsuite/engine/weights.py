@@ -23,6 +23,7 @@ from llmsuite.checkpoint.prefix_dir import PrefixTensors
 from llmsuite.checkpoint.shapes import skipped_tensors
 from llmsuite.checkpoint.tensors import TensorSource
 from llmsuite.contract.registry import Registry
+from llmsuite.devices.tensors import array_of
 from llmsuite.models.block_quant import ABSMAX, CODES, BlockFormat, is_quantised_part
 from llmsuite.models.head import SCORE
 from llmsuite.models.initial_values import initial_values
@@ -217,7 +218,7 @@ def random_values(chunks: Sequence[Any], seed: int, std: float) -> ReadSlice:
         # a bias may be stored as one row; what is stored of a quantised matrix comes from the matrix
         if not is_quantised_part(name) and (parameter.ndim == 1 or parameter.shape[0] == 1):
             parameter.initialize()
-            constants[name] = parameter.numpy()
+            constants[name] = array_of(parameter)
     return _either(constants, lambda name, shape, index: constants[name][tuple(index)], _normal(seed, std))
 
 

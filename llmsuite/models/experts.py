@@ -20,6 +20,7 @@ from llmsuite.base.typing import Tensor
 from llmsuite.devices.expert_ops import grouped_matmul as grouped_in_program
 from llmsuite.devices.matmul_ops import matmul
 from llmsuite.devices.ops import Ops
+from llmsuite.devices.tensors import array_of
 from llmsuite.models import token_context
 from llmsuite.models.blocks import ZEROS
 from llmsuite.models.dropout import RowDropout
@@ -237,10 +238,15 @@ class ProgramRoute:
 def route_in_program(experts: Tensor, num_experts: int) -> ProgramRoute:
     """`sort_rows` while a static program is traced: its shapes are fixed, so rows of experts on other ranks stay."""
     order = paddle.argsort(experts, stable=True)
+    return ProgramRoute(order, paddle.argsort(order), _counts(experts, order, num_experts))
+
+
+def _counts(experts: Tensor, order: Tensor, num_experts: int) -> Tensor:
+    """The number of rows of each expert [E], from the experts of the rows and the order that sorts them."""
+    # not `bincount`, which reads the smallest and the largest value on the host
     numbers = paddle.arange(num_experts, dtype=experts.dtype)
     ends = paddle.searchsorted(experts.index_select(order), numbers, right=True)
-    counts = ends - paddle.concat([paddle.zeros([1], ends.dtype), ends[:-1]])
-    return ProgramRoute(order, paddle.argsort(order), counts)
+    return ends - paddle.concat([paddle.zeros([1], ends.dtype), ends[:-1]])
 
 
 def sort_rows(experts: Tensor, num_experts: int) -> Route:
@@ -252,7 +258,7 @@ def sort_rows(experts: Tensor, num_experts: int) -> Route:
     """
     with paddle.no_grad():
         order = paddle.argsort(experts, stable=True)
-        counts = paddle.bincount(experts, minlength=num_experts + 1).tolist()[:num_experts]
+        counts = array_of(_counts(experts, order, num_experts)).tolist()
         return Route(order[: sum(counts)], paddle.argsort(order), counts)
 
 
@@ -283,7 +289,7 @@ def grouped_scale(x: Tensor, scale: Tensor, counts: Counts) -> Tensor:
     if not isinstance(counts, Sequence):  # trailing rows without an expert are zeros: any scale will do
         indices = paddle.arange(x.shape[0], dtype="int64")
         of_row = paddle.searchsorted(counts.cumsum(), indices, right=True).clip(max=scale.shape[0] - 1)
-        return x * scale.index_select(of_row, 0)
+        return x * paddle.gather(scale, of_row, 0)  # see `stages.language_model.pick_rows`
     return _GroupedScale.apply(x, scale, list(counts))
 
 

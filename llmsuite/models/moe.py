@@ -13,6 +13,7 @@ import paddle.nn.functional as F
 from paddle import nn
 
 from llmsuite.base.typing import Tensor
+from llmsuite.devices.tensors import array_of
 from llmsuite.models.blocks import ZEROS, DecoderLayer, LayerCache, LayerExecution, RotaryLM, linear
 from llmsuite.models.experts import Experts, LoadBalance
 from llmsuite.models.shape_spec import ATTENTION_MODULES
@@ -197,5 +198,5 @@ class MoELM(RotaryLM):
         token_mask = None if document_starts is None else (document_starts >= 0).astype("float32")
         if document_starts is not None:
             # marked padding would have positions beyond the row
-            document_starts = document_starts.clip(min=0) if bool((document_starts > 0).any()) else None
+            document_starts = document_starts.clip(min=0) if array_of((document_starts > 0).any()) else None
         return (*super().layer_inputs(start, length, dtype, document_starts), token_mask)

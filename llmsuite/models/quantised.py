@@ -16,7 +16,7 @@ from paddle.distributed.auto_parallel.api import dtensor_from_local
 from paddle.utils.dlpack import from_dlpack
 
 from llmsuite.base.typing import Tensor
-from llmsuite.devices.tensors import tensor_of
+from llmsuite.devices.tensors import array_of, tensor_of
 from llmsuite.models.block_quant import BlockFormat, byte_levels
 from llmsuite.models.dynamic_map import BLOCK, dynamic_map
 from llmsuite.models.linear import WithMatmul, add_bias, is_matrix
@@ -159,7 +159,7 @@ def dequantise_scale_codes(
 ) -> Tensor:
     """Scales in float32 of plain tensors on any device, equal to `scale_quant.dequantise_scales`."""
     if codes.place.is_cpu_place():
-        parts = (codes.numpy(), nested_absmax.numpy(), nested_offset.numpy())
+        parts = (array_of(codes), array_of(nested_absmax), array_of(nested_offset))
         return from_dlpack(dequantise_scales(*parts, num_rows, first))
     return dequantise_scales_on_device(codes, nested_absmax, nested_offset, num_rows, first)
 
@@ -178,7 +178,7 @@ def dequantise_scales_on_device(
 def dequantise(codes: Tensor, absmax: Tensor, format: BlockFormat) -> Tensor:
     """The matrix in float32, [I, O], of plain tensors on any device, equal to `BlockFormat.dequantise`."""
     if codes.place.is_cpu_place():  # Paddle's gather takes five times as long there as NumPy's
-        return from_dlpack(format.dequantise(codes.numpy(), absmax.numpy()))
+        return from_dlpack(format.dequantise(array_of(codes), array_of(absmax)))
     return dequantise_on_device(codes, absmax, format)
 
 

@@ -18,7 +18,7 @@ import paddle.distributed as dist
 
 from llmsuite.base.errors import UserError
 from llmsuite.base.typing import Tensor
-from llmsuite.devices.tensors import tensor_of
+from llmsuite.devices.tensors import array_of, tensor_of
 from llmsuite.launch import calls
 from llmsuite.parallel import collective
 from llmsuite.parallel.auto_parallel_patches import check_ranks, checked_eager
@@ -122,7 +122,7 @@ class AutoParallelShard(ParameterShard):
     def load(self, values: np.ndarray | Tensor) -> None:
         """Copy this rank's part of the full parameter's values into the model."""
         if self._own is not None:
-            self._local().copy_(tensor_of(self.own_shard(np.asarray(values)).astype("float32")), True)
+            self._local().copy_(tensor_of(self.own_shard(np.asarray(values)).astype("float32")), False)
 
     @paddle.no_grad()
     def stored_form(self, values: np.ndarray) -> Tensor:
@@ -153,7 +153,7 @@ class AutoParallelShard(ParameterShard):
         # an all-gather over all ranks, as the engine has one group for them; ranks without a part add zeros, as all
         # parts must have one shape
         part = paddle.zeros(self.part_shape) if self._own is None else local.detach()
-        parts = collective.all_gather(part.unsqueeze(0), self._mesh.tensor_group).numpy()
+        parts = array_of(collective.all_gather(part.unsqueeze(0), self._mesh.tensor_group))
         full = np.empty(self.shape, "float32")
         for rank, index in self._slices.items():
             full[index] = parts[rank]

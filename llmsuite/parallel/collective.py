@@ -23,7 +23,7 @@ from paddle.distributed.auto_parallel.static.process_group import new_process_gr
 from llmsuite.base.errors import UserError
 from llmsuite.base.typing import Tensor
 from llmsuite.contract.schema.degrees import Degrees
-from llmsuite.devices.tensors import tensor_of
+from llmsuite.devices.tensors import array_of, tensor_of
 from llmsuite.devices.variables import LOCAL_RANK, NUM_RANKS, RANK, check_addresses, number_in
 from llmsuite.launch import calls
 from llmsuite.parallel.mesh import RUN, Mesh
@@ -107,7 +107,7 @@ def barrier() -> None:
 def read(numbers: Tensor) -> list[float]:
     """Copy a tensor [N] to the host. Such a copy waits until the accelerator has done all its work. So a training step
     makes few of them, each of many numbers, and all of them here."""
-    return [float(number) for number in numbers.numpy()]
+    return [float(number) for number in array_of(numbers)]
 
 
 def _is_on_device(value: Number) -> bool:
@@ -173,7 +173,7 @@ def sum_array_over_loader_ranks(values: np.ndarray) -> np.ndarray:
     # None is the default group of all ranks: without middle stages all ranks load data
     group = mesh().loader_group if mesh().has_middle_stages else None
     _reduce(tensor, group, dist.ReduceOp.SUM)
-    return np.asarray(tensor.numpy())
+    return array_of(tensor)
 
 
 def broadcast_from_rank0(values: Sequence[float]) -> list[float]:
@@ -207,7 +207,7 @@ def broadcast_bytes(source: int, size: int, data: bytes | None) -> bytes:
     # a broadcast, not a sum as in `broadcast_from_rank0`: the data may be large, and it is sent in one direction only
     with calls.recorded("broadcast", tensor, None):
         dist.broadcast(tensor, source)
-    return bytes(tensor.numpy().data)
+    return bytes(array_of(tensor).data)
 
 
 def broadcast_message(data: bytes | None) -> bytes:
@@ -341,7 +341,7 @@ def all_to_all_bytes(data: bytes, sent: Sequence[int], received: Sequence[int], 
     """`all_to_all` of bytes: `sent` and `received` are the numbers of bytes to and from each rank of the group, and
     `data` holds what is sent, in the order of the ranks."""
     rows = tensor_of(np.frombuffer(data, "uint8").reshape(-1, 1))
-    return bytes(all_to_all(rows, sent, received, group).numpy().tobytes())
+    return array_of(all_to_all(rows, sent, received, group)).tobytes()
 
 
 def _all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
@@ -372,7 +372,7 @@ def _by_gathering(rows: Tensor, sent: Sequence[int], group: Any) -> Tensor:
     have sent and received fewer messages than the others, and Gloo matches messages by these numbers. So each rank
     gathers the rows of all ranks and takes its own."""
     # an all-gather needs equal shapes: the rows are padded to the longest, whose size every rank computes from counts
-    counts = all_gather(tensor_of([list(sent)], dtype="int64"), group).numpy()  # from each rank to each
+    counts = array_of(all_gather(tensor_of([list(sent)], dtype="int64"), group))  # from each rank to each
     longest = int(counts.sum(1).max())
     padded = paddle.concat([rows, paddle.zeros([longest + 1 - rows.shape[0], rows.shape[1]], rows.dtype)])
     everyone = all_gather(padded.unsqueeze(0), group)

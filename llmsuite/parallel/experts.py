@@ -20,7 +20,7 @@ from paddle.autograd import PyLayer
 from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_local
 
 from llmsuite.base.typing import Tensor
-from llmsuite.devices.tensors import tensor_of
+from llmsuite.devices.tensors import array_of, tensor_of
 from llmsuite.models import token_context
 from llmsuite.models.dropout import RowDropout
 from llmsuite.models.experts import Experts, TokenDispatcher, check_experts, combine, dispatch, sort_rows
@@ -101,7 +101,7 @@ class ExpertParallelDispatcher(TokenDispatcher):
             with token_context.tokens(keys):
                 return experts.rows(rows, counts, self._local)
         # how many rows each rank sends: receivers need the sizes before the rows, so this comes first
-        table = collective.all_gather(tensor_of(counts, dtype="int64"), group).numpy()
+        table = array_of(collective.all_gather(tensor_of(counts, dtype="int64"), group))
         table = table.reshape(ep, ep, self._num_here)  # rows from each rank to each rank's experts
         to_here = table[:, group.rank]
         sent = table[group.rank].sum(-1).tolist()

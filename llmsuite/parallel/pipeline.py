@@ -28,7 +28,7 @@ from llmsuite.adapters.add import adapters
 from llmsuite.adapters.layers.reft import chosen_tokens
 from llmsuite.base.errors import UserError
 from llmsuite.base.typing import Tensor
-from llmsuite.devices.tensors import tensor_of
+from llmsuite.devices.tensors import array_of, tensor_of
 from llmsuite.models import dropout, token_context
 from llmsuite.models.block_quant import is_quantised_part
 from llmsuite.models.divergence import Comparison
@@ -421,7 +421,7 @@ class PipelineStage:
     def _receive_or_stop(self) -> tuple[Tensor, Tensor | None] | None:
         """Activations of the previous part and the document starts of their rows; None when it has sent a stop."""
         assert self._channels is not None
-        header = self._channels.receive([edges.HEADER_LENGTH], "int64", forward=True).tolist()
+        header = array_of(self._channels.receive([edges.HEADER_LENGTH], "int64", forward=True)).tolist()
         if header == _STOP:
             return None
         *shape, length, code = header

@@ -128,16 +128,16 @@ class ParameterShard:
         local = given.astype(self.parameter.dtype)
         shard = self._own_part(local)
         if not self.partition.is_stored_sharded:
-            self._local().copy_(local, True)
+            self._local().copy_(local, False)
         elif not self.is_empty:
-            self._stored.copy_(shard, True)
+            self._stored.copy_(shard, False)
         if (self.has_master or self.partition.num_shards > 1) and not self.is_empty:
-            self.main_param.copy_(shard.astype("float32"), True)
+            self.main_param.copy_(shard.astype("float32"), False)
 
     @paddle.no_grad()
     def load_master(self, shard: Tensor) -> None:
         """Load this rank's shard of a float32 master."""
-        self.main_param.copy_(shard, True)
+        self.main_param.copy_(shard, False)
 
     @paddle.no_grad()
     def write_back(self) -> None:
@@ -147,11 +147,11 @@ class ParameterShard:
             shard = shard.astype(self.parameter.dtype)
         if self.partition.is_stored_sharded:
             if self.has_master and not self.is_empty:
-                self._stored.copy_(shard, True)
+                self._stored.copy_(shard, False)
         elif self.partition.gathers_update:
-            self._local().copy_(self._gather_shards(shard), True)
+            self._local().copy_(self._gather_shards(shard), False)
         elif self.has_master:
-            self._local().copy_(shard, True)
+            self._local().copy_(shard, False)
 
     @paddle.no_grad()
     def gather(self) -> None:
@@ -196,8 +196,8 @@ class ParameterShard:
         """Exchange this rank's part of the parameter between passes with another value, in place."""
         held = self._held()
         before = held.clone()
-        held.copy_(other, True)
-        other.copy_(before, True)
+        held.copy_(other, False)
+        other.copy_(before, False)
 
     def _held(self) -> Tensor:
         return self._stored if self.partition.is_stored_sharded else self._local().detach()

@@ -9,7 +9,7 @@ from typing import Any
 import paddle
 
 from llmsuite.base.typing import Tensor
-from llmsuite.devices.tensors import tensor_of
+from llmsuite.devices.tensors import array_of, tensor_of
 
 _KEYS = 1 << 32
 """Number of keys; they start at -2^31."""
@@ -24,7 +24,7 @@ def mark_padding(document_starts: Tensor | None, lengths: Any, shape: Sequence[i
 
 def clear_padding_marks(document_starts: Tensor | None) -> Tensor | None:
     """Document starts without padding marks, for layers that do not need them; None where each row is one document."""
-    if document_starts is None or not bool((document_starts > 0).any()):
+    if document_starts is None or not array_of((document_starts > 0).any()):
         return None
     return document_starts.clip(min=0)
 
@@ -42,4 +42,4 @@ def unpack_token_values(packed: Tensor) -> tuple[Tensor | None, Tensor]:
     count = tensor_of(_KEYS)
     keys = (packed + half) % count - half
     starts = (packed - keys) // count - 2
-    return (None if bool((starts < -1).all()) else starts), keys.astype("int32")
+    return (None if array_of((starts < -1).all()) else starts), keys.astype("int32")

@@ -24,6 +24,7 @@ from llmsuite.base.typing import Tensor
 from llmsuite.checkpoint.model_dir import without_carried
 from llmsuite.checkpoint.model_writer import write_model
 from llmsuite.checkpoint.tensors import TensorSpec
+from llmsuite.devices.tensors import array_of
 from llmsuite.inference.group_sampling import SampledCompletion, SampleRequest, SamplingParams
 from llmsuite.inference.load import parameter_shapes
 from llmsuite.models.shard_plan import UNSHARDED
@@ -149,7 +150,7 @@ class RemoteEngine:
 
 
 def _array(value: Tensor) -> np.ndarray:
-    array = np.asarray(value.numpy())
+    array = array_of(value)
     if array.dtype != np.uint16:
         return array
     import ml_dtypes  # `numpy` of Paddle returns bfloat16 as uint16 with the same bits

@@ -14,7 +14,7 @@ from llmsuite.base.files import check_intact
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.contract.specs import Score
 from llmsuite.data.tokenizer import TextTokenizer
-from llmsuite.devices.tensors import tensor_of
+from llmsuite.devices.tensors import array_of, tensor_of
 from llmsuite.inference.frozen import build_frozen
 from llmsuite.models.head import head_of
 from llmsuite.recipe.shape import local_weights
@@ -78,4 +78,4 @@ def _scores(scoring: Any, rows: Sequence[Sequence[int]], pad_id: int) -> list[fl
         row[: len(given)] = given
     hidden, _ = scoring.hidden_states(tensor_of(ids))  # [B, L, D]
     last = tensor_of([number * longest + len(row) - 1 for number, row in enumerate(rows)])
-    return [float(value) for value in scoring.scores(hidden.flatten(0, 1).index_select(last, 0)).numpy()]
+    return [float(value) for value in array_of(scoring.scores(hidden.flatten(0, 1).index_select(last, 0)))]

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from llmsuite.base.typing import Tensor
+from llmsuite.devices.tensors import array_of
 from llmsuite.engine.batch import (
     BatchLayout,
     ProgramBatch,
@@ -228,7 +229,7 @@ class GrpoStage(CompletionStage, AsyncRolloutStage[Any]):
 
     def prepass(self, kind: PrePassKind, model: Any, batch: Batch) -> Sums:
         """Store the log-probabilities of the tokens before the first update, or by the reference, in the batch."""
-        batch["old" if kind == "model" else "reference"] = self._logps(model, batch)[0].numpy()
+        batch["old" if kind == "model" else "reference"] = array_of(self._logps(model, batch)[0])
         return {}
 
     def _logps(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor | None]:

@@ -25,7 +25,7 @@ from llmsuite.base.errors import UserError
 from llmsuite.base.typing import Tensor
 from llmsuite.data.lazy_sequences import LazySequence, LengthFunction, lengths_of
 from llmsuite.data.rows import Unpaired, conversations_of
-from llmsuite.devices.tensors import tensor_of
+from llmsuite.devices.tensors import array_of, tensor_of
 from llmsuite.engine.batch import BatchLayout, stat, tensor, total
 from llmsuite.engine.row_reader import RowReader
 from llmsuite.engine.stage import Batch, DropCounts, LossTerms, PrePassKind, Stage, StageContext, Sums
@@ -147,7 +147,7 @@ class KtoStage(Stage[LabelledAnswer]):
     def prepass(self, kind: PrePassKind, model: Any, batch: Batch) -> Sums:
         """Store the reference log-probabilities in the batch, or return the sum of the log-ratios whose mean is z."""
         if kind == "adapters_off":
-            logps = answer_logps(model, batch["all"]).numpy()
+            logps = array_of(answer_logps(model, batch["all"]))
             num_answers = len(batch["input_ids"])
             batch["reference"] = logps[:num_answers]
             if self._kind == "kto":

@@ -118,7 +118,13 @@ def hidden_at_positions(model: Any, batch: Batch) -> Tensor:
     hidden = hidden_states(model, batch).flatten(0, 1)
     if "positions" not in batch:
         return hidden
-    return hidden.index_select(tensor_of(batch["positions"]), 0)
+    return pick_rows(hidden, batch["positions"])
+
+
+def pick_rows(hidden: Tensor, positions: np.ndarray) -> Tensor:
+    """The rows of hidden states [M, D] at positions [N], with a gradient: [N, D]."""
+    # not `index_select`: on GPUs one thread adds up its whole gradient (`FLAGS_cudnn_deterministic`, Paddle 3.3.1)
+    return paddle.gather(hidden, tensor_of(positions), 0)
 
 
 def hidden_states(model: Any, batch: Batch) -> Tensor:
@@ -183,7 +189,7 @@ def mtp_nll(model: Any, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor, T
     positions = batch.get("positions", np.arange(num_inputs))
     picked = np.concatenate([positions, num_inputs + batch["mtp_positions"]])
     targets = tensor_of(np.concatenate([batch["targets"], batch["mtp_targets"]]))
-    nll, is_picked = nll_and_greedy_match(model, both.index_select(tensor_of(picked), 0), targets)
+    nll, is_picked = nll_and_greedy_match(model, pick_rows(both, picked), targets)
     count = positions.size
     mtp_loss = (nll[count:] * tensor_of(batch["mtp_weights"])).sum()
     if is_picked is not None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from llmsuite.base.typing import Tensor
 from llmsuite.contract.specs import StageProfile
+from llmsuite.devices.tensors import array_of
 from llmsuite.engine.batch import (
     BatchLayout,
     split_pairs,
@@ -73,7 +74,7 @@ class PairLoss:
             return {"pairs_per_token": (batch["weight"], total(batch, "chosen_tokens"))}
         logps = self._logps(model, batch)[0]
         if kind in ("adapters_off", "reference"):
-            batch["reference"] = logps.numpy()
+            batch["reference"] = array_of(logps)
             return {}
         weights = tensor(batch, "pair_weights")
         sides = zip(SIDES, split_pairs(log_ratios(logps, batch), batch))

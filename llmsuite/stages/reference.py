@@ -13,6 +13,7 @@ import numpy as np
 import paddle
 
 from llmsuite.base.progress import track
+from llmsuite.devices.tensors import array_of
 from llmsuite.engine.stage import StageContext
 from llmsuite.stages.answers import Answer, answer_logps, pack_rows
 from llmsuite.stages.reference_cache import ReferenceCache, complete
@@ -117,7 +118,7 @@ class Reference:
             part = answers[start:stop] or others[start:stop]  # those of another rank, when this rank has no more
             one_row = self._context.padding_free
             rows = [part] if one_row else [[answer] for answer in part]
-            logps = answer_logps(model, pack_rows(rows, pad_id, multiple, shares_prompts=one_row)).numpy()
+            logps = array_of(answer_logps(model, pack_rows(rows, pad_id, multiple, shares_prompts=one_row)))
             scores.update(zip((answer.key for answer in part), map(float, logps)))
         model.train()
         return scores

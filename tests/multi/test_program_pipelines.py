@@ -34,6 +34,8 @@ ON_TP = ("dpo", "kto_pair", "rm", "kto", "lora")
 op)."""
 PP4 = {"pipeline_parallel_degree": 4}
 AGAIN = "--engine.recompute=full"
+ONE_EXECUTOR = "--device=standin"
+"""Paddle's own plan in one executor, as on GPUs, in place of an executor for each job."""
 FOUR = "--train.micro_batch_size=2"
 """Rows of a micro-batch where a data rank makes four of eight rows; two where it has half of them."""
 ON_RANKS: dict[str, tuple[str, int, int, dict[str, Any], tuple[str, ...]]] = {
@@ -52,6 +54,9 @@ ON_RANKS: dict[str, tuple[str, int, int, dict[str, Any], tuple[str, ...]]] = {
     "interleaved gpt": ("gpt", 4, 2, INTERLEAVED, (FOUR,)),
     "interleaved, again": ("sft adamw", 4, 2, INTERLEAVED, (FOUR, AGAIN)),
     "pp4 interleaved": ("sft sgd", 8, 4, {**PP4, "pipeline_schedule": "interleaved"}, (FOUR,)),
+    "pp4 adamw, one executor": ("sft adamw", 4, 4, PP4, (FOUR, ONE_EXECUTOR)),
+    "interleaved dpo, one executor": ("dpo", 4, 2, INTERLEAVED, (FOUR, ONE_EXECUTOR)),
+    "dp2 pp2 stage3 FThenB, one executor": ("sft sgd", 5, 4, {**PP2, **FTHENB, **STAGE3}, (FOUR, ONE_EXECUTOR)),
     "tp2 interleaved": ("sft adamw", 4, 4, {**TP2, **SP, **INTERLEAVED}, (FOUR,)),
     "dp2 interleaved stage1": ("sft adamw", 4, 4, {**INTERLEAVED, "sharding": "stage1"}, (FOUR,)),
     "pp2, again": ("sft adamw", 4, 2, PP2, (FOUR, AGAIN)),

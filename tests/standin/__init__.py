@@ -36,6 +36,7 @@ class StandIn(CpuBackend):
     training_precisions = ()
     kernel_module = DeviceBackend.kernel_module
     kernels_in_programs = True
+    runs_job_plans = DeviceBackend.runs_job_plans
     overlaps_communication = DeviceBackend.overlaps_communication
 
     kernels = GpuBackend.kernels

@@ -46,7 +46,8 @@ class CpuBackend(DeviceBackend):
     overlaps_communication = False
     adds_sparse_gradients = True
     supports_interleaving = True
-    supports_step_pipelines = True  # without Paddle's events, see `gloo.shims`
+    supports_step_pipelines = True
+    runs_job_plans = False  # there are no streams, and host memory is what a step needs
     can_offload = False
 
     def environment(self, local_ranks: int, inference_only: bool = False) -> dict[str, str]:

@@ -19,7 +19,7 @@ import paddle
 
 from llmsuite.base.fields import field_values
 from llmsuite.base.typing import Tensor
-from llmsuite.devices.tensors import tensor_of
+from llmsuite.devices.tensors import array_of, tensor_of
 from llmsuite.models.blocks import DecoderLayer, LayerExecution
 from llmsuite.observe.activations.contexts import contexts, select_tokens
 from llmsuite.observe.activations.samples import Sample
@@ -205,7 +205,7 @@ class ActivationHooks:
         flat = local.reshape([local.shape[0] * local.shape[1], -1])
         if not len(places):
             return LocalPart(part, names, np.zeros([0, flat.shape[1]], "float32"))
-        values = flat.index_select(tensor_of(places, dtype="int64"), 0).astype("float32").numpy()
+        values = array_of(flat.index_select(tensor_of(places, dtype="int64"), 0).astype("float32"))
         return LocalPart(part, names, values)
 
     def record(self, mesh: Mesh) -> RankRecord:

@@ -16,7 +16,7 @@ import paddle.distributed as dist
 
 from llmsuite.base.errors import UserError
 from llmsuite.base.typing import Tensor
-from llmsuite.devices.tensors import tensor_of
+from llmsuite.devices.tensors import array_of, tensor_of
 from llmsuite.parallel import collective
 from llmsuite.parallel.auto_parallel import AutoParallelShard
 from llmsuite.parallel.auto_parallel_patches import checked_eager, checked_static
@@ -88,5 +88,5 @@ class AutoParallelLayout(Layout):
         assert own is not None or not is_source
         numbers = [*own, *norm] if is_source and own is not None else [0.0] * (count + len(norm))
         # a broadcast as a sum over all ranks: the numbers lie on the loss's mesh, and every rank needs them
-        outputs = collective.sum_on_device([float(number) for number in numbers]).numpy()
+        outputs = array_of(collective.sum_on_device([float(number) for number in numbers]))
         return outputs[:count], outputs[count:]

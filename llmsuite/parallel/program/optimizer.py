@@ -180,7 +180,7 @@ class ProgramOptimizer(BaseOptimizer):
                 entry.shard.load_master(full)
                 continue
             dim = None if entry.is_scalar else self._cuts[entry.shard.name]
-            entry.value.copy_(self._zero_group.shard(full, dim), True)
+            entry.value.copy_(self._zero_group.shard(full, dim), False)
 
     def to_host(self, shard: ParameterShard) -> None:
         """Do nothing: programs do not offload their state."""

@@ -22,7 +22,7 @@ import paddle.distributed as dist
 
 from llmsuite.adapters.parameters import shard_dim
 from llmsuite.base.typing import Tensor
-from llmsuite.devices.tensors import tensor_of
+from llmsuite.devices.tensors import array_of, tensor_of
 from llmsuite.models import token_context
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel import collective, schedule
@@ -130,7 +130,7 @@ class Pipeline:
         """Broadcast the `count` numbers of a step, which the last stage has, to all stages."""
         # float64, as the sums over micro-batches were made in it
         value = None if outputs is None else tensor_of(outputs, dtype="float64")
-        return np.asarray(collective.broadcast_from_stage(value, [count], "float64", self.num_stages - 1).numpy())
+        return array_of(collective.broadcast_from_stage(value, [count], "float64", self.num_stages - 1))
 
     @paddle.no_grad()
     def update_copies(self, parameters: Mapping[str, Tensor]) -> None:
@@ -155,7 +155,7 @@ class Pipeline:
                 own if self.stage == owner else None, own.shape, own.dtype, owner, ends
             )
             if self.stage != owner:
-                own.copy_(updated, True)
+                own.copy_(updated, False)
 
 
 class SideOutputs:

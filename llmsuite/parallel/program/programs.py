@@ -49,7 +49,7 @@ class Program:
 
     run: Any
     jobs: Jobs | None
-    """Jobs that a step of several micro-batches executes instead of `run`."""
+    """Jobs that a step of several micro-batches executes instead of `run`; None where `run` executes all of them."""
     rate: StepRate
     clip: NormClip
     inverse_weight: StepScalar
@@ -70,6 +70,8 @@ class Options:
     """True where steps have a factor of the loss."""
     passes: Sequence[str] = ()
     """Paddle's passes that change the programs."""
+    one_executor: bool = False
+    """True where Paddle's own plan runs a step of several micro-batches, see `DeviceBackend.runs_job_plans`."""
 
 
 _NO_OPTIONS = Options()
@@ -95,6 +97,7 @@ class StepPrograms:
         self._recompute = options.recompute or (has_no_pipeline and recomputes_expert_rows(layout.full_model))
         self._scales_loss = options.scales_loss
         self._passes = options.passes
+        self._one_executor = options.one_executor
         self._programs: dict[Any, Program] = {}
         self._scope = paddle.static.Scope()
         """The variables of all programs, separate from other variables of this process."""
@@ -221,7 +224,8 @@ class StepPrograms:
         share_constants(run)
         self._read_back(self._parameters)
         variables = {**self._parameters, **self._state(run, {*clip.variables, *inverse_weight.variables})}
-        jobs = None if num_micro_batches == 1 else Jobs(run, self._order(num_micro_batches))
+        is_one_run = num_micro_batches == 1 or self._one_executor
+        jobs = None if is_one_run else Jobs(run, self._order(num_micro_batches))
         return Program(run, jobs, rate, clip, inverse_weight, net.sums, variables)
 
     def _traced_loss(self, model: Any, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

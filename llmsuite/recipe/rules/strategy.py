@@ -212,9 +212,8 @@ def _would_hang(context: RuleContext) -> Iterator[Violation]:
     if context.recipe.engine.compiles_steps and not backend.supports_step_pipelines:
         yield (
             "engine.program",
-            f"is step, but {backend.name} does not support it with a pipeline: operations wait for events that Paddle "
-            "3.3.1 records in other programs and does not find; set it to layers, or "
-            "parallel.pipeline_parallel_degree to 1",
+            f"is step, but {backend.name} does not support it with a pipeline: operations wait for events, which "
+            "Paddle 3.3.1 records on some devices only; set it to layers, or parallel.pipeline_parallel_degree to 1",
         )
 
 
@@ -309,10 +308,10 @@ STRATEGY_RULES = (
         _not_in_programs,
     ),
     Rule(
-        "`pipeline_schedule: interleaved`, or `program: step` with a pipeline, on gpu, xpu, and plugin devices that do "
-        "not declare support",
+        "`pipeline_schedule: interleaved` on xpu, and that or `program: step` with a pipeline on plugin devices that "
+        "do not declare support",
         "the ranks of a pipeline would deadlock; 1F1B, FThenB and compiled layers give the same numbers",
-        ("--parallel.pipeline_schedule=interleaved",),
+        ("--device=xpu", "--parallel.pipeline_schedule=interleaved"),
         _would_hang,
     ),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import paddle
 import psutil
 import pytest
 
-from llmsuite.devices.tensors import tensor_of
+from llmsuite.devices.tensors import array_of, tensor_of
 from tests.support.paths import ROOT
 
 
@@ -109,3 +110,43 @@ def test_the_package_makes_no_tensor_that_paddle_keeps() -> None:
         if KEPT.search(line)
     ]
     assert not found
+
+
+class OnGpu:
+    """A tensor that says that it is on a GPU, and notes how it is copied."""
+
+    def __init__(self, values: list[float], log: list[object]):
+        self.place = SimpleNamespace(is_gpu_place=lambda: True)
+        self._values = values
+        self._log = log
+
+    def _copy_to(self, place: Any, blocking: bool) -> Any:
+        self._log.append((str(place), blocking))
+        return paddle.to_tensor(self._values)
+
+
+def test_a_copy_from_a_gpu_waits_for_the_stream_of_computations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And for no other: not blocking, then a wait for the current stream."""
+    log: list[object] = []
+    stream = SimpleNamespace(synchronize=lambda: log.append("waited"))
+    monkeypatch.setattr(paddle.device, "current_stream", lambda: stream)
+    tensor: Any = OnGpu([1.0, 2.5], log)
+    assert array_of(tensor).tolist() == [1.0, 2.5]
+    assert log == [(str(paddle.CPUPlace()), False), "waited"]
+
+
+ROOMS = ("adapters", "engine", "models", "observe", "parallel", "rl", "stages")
+PACKAGE = ROOT / "llmsuite"
+COPIES = re.compile(r"\.numpy\(\)|\.item\(\)")
+
+
+def test_training_copies_between_host_and_device_here_only() -> None:
+    """Other copies wait for messages that other ranks have not received yet."""
+    found = [
+        f"{path.relative_to(PACKAGE)}:{number}: {line.strip()}"
+        for room in ROOMS
+        for path in sorted((PACKAGE / room).rglob("*.py"))
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if COPIES.search(line)
+    ]
+    assert found == []

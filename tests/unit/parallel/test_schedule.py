@@ -12,7 +12,7 @@ from paddle.distributed.auto_parallel.pipelining import schedules as paddles
 
 from llmsuite.parallel import edges, schedule
 from llmsuite.parallel.schedule import Action, Kind, order
-from tests.support.schedules import peak_live, play, play_connecting
+from tests.support.schedules import peak_live, play, play_connecting, play_reading
 
 Shape = tuple[Kind, int, int, int]
 SHAPES = st.one_of(
@@ -194,3 +194,28 @@ def test_the_others_are_paddles_order_too(kind: Kind, stages: int, micro: int) -
         theirs._maybe_compute_loss = theirs._maybe_get_loss = theirs._update_losses = lambda *given: None
         theirs._step_microbatches()
         assert order(kind, stage, stages, micro) == recorder.asked
+
+
+def _stuck(waits_for_sends: bool) -> dict[Kind, int]:
+    """How many schedules do not end, of 64 each of `1F1B` and `FThenB` and 192 that are interleaved."""
+    found: dict[Kind, int] = {}
+    chunks: dict[Kind, Sequence[int]] = {"1F1B": (1,), "FThenB": (1,), "interleaved": (2, 3, 4)}
+    for kind, numbers in chunks.items():
+        found[kind] = 0
+        for stages, num_chunks, micro in itertools.product((2, 3, 4, 8), numbers, range(1, 17)):
+            orders = [order(kind, stage, stages, micro, num_chunks) for stage in range(stages)]
+            try:
+                play_reading(orders, num_chunks, waits_for_sends)
+            except AssertionError:
+                found[kind] += 1
+    return found
+
+
+def test_schedules_end_if_host_copies_wait_for_their_own_stream() -> None:
+    """As `devices.tensors` makes them."""
+    assert _stuck(waits_for_sends=False) == {"1F1B": 0, "FThenB": 0, "interleaved": 0}
+
+
+def test_interleaved_schedules_do_not_end_if_host_copies_wait_for_sends() -> None:
+    """So a device that makes such copies has to refuse them: `DeviceBackend.supports_interleaving`."""
+    assert _stuck(waits_for_sends=True) == {"1F1B": 0, "FThenB": 0, "interleaved": 171}

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from llmsuite.base.errors import UserError
 from llmsuite.cli.amounts import Unit, parse_amount
 from llmsuite.cli.main import main
-from llmsuite.devices.gpu import GpuBackend
 from llmsuite.parallel.schedule import Action
 from llmsuite.parallel.timeline import length, orders, peak_in_flight, simulate, timeline_text, topological_order_of
 from llmsuite.planning.activations import MicroBatch
@@ -286,13 +285,6 @@ PUBLISHED = PAGE[PAGE.index("## Published layouts") :]
 COMMANDS = [line for line in PUBLISHED.splitlines() if line.startswith("llmsuite plan ")]
 
 
-@pytest.fixture
-def gpu_interleaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans of the page are of pipelines that are interleaved, which the page says are refused on gpu for now."""
-    monkeypatch.setattr(GpuBackend, "supports_interleaving", True)
-
-
-@pytest.mark.usefixtures("gpu_interleaves")
 @pytest.mark.parametrize("number", range(len(COMMANDS)))
 def test_the_pages_numbers_are_those_of_the_command(number: int, capsys: pytest.CaptureFixture[str]) -> None:
     """The peak; for the command whose point is another number, the parameters of a stage."""
@@ -306,7 +298,6 @@ def test_the_pages_numbers_are_those_of_the_command(number: int, capsys: pytest.
     assert found[1] in PUBLISHED, found[1]
 
 
-@pytest.mark.usefixtures("gpu_interleaves")
 def test_the_page_compares_what_the_plan_says() -> None:
     words = shlex.split(next(line for line in COMMANDS if line.endswith("=selective")))
     assert words[3:7] == ["--devices", "256", "--hardware", "h100"]

@@ -13,6 +13,7 @@ from llmsuite.base.resources import bundled
 from llmsuite.contract.given import plugin_from_specs
 from llmsuite.contract.registry import Registry
 from llmsuite.contract.specs import DeviceSpec
+from llmsuite.devices.base import DeviceBackend
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.gpu import GpuBackend
 from llmsuite.recipe.resolve import plan_run
@@ -33,6 +34,8 @@ class Silent(GpuBackend):
     """A device of a plugin that does not say which pipelines it runs."""
 
     name = "silent"
+    supports_interleaving = DeviceBackend.supports_interleaving
+    supports_step_pipelines = DeviceBackend.supports_step_pipelines
 
 
 class Able(GpuBackend):
@@ -43,7 +46,13 @@ class Able(GpuBackend):
     supports_step_pipelines = True
 
 
-RUNS = {"cpu": True, "gpu": False, "xpu": False, "silent": False, "able": True}
+RUNS = {
+    "cpu": (True, True),
+    "gpu": (True, True),
+    "xpu": (False, True),
+    "silent": (False, False),
+    "able": (True, True),
+}
 """Devices -> support of interleaved pipelines, and of pipelines in compiled training steps."""
 
 
@@ -67,11 +76,11 @@ def _said(path: Path, words: Sequence[str], registry: Registry) -> list[tuple[st
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: f"{p.parent.name}/{p.stem}")
 def test_rules_for_every_recipe_on_every_device(path: Path, devices: Registry) -> None:
     assert devices.devices.keys() == RUNS.keys()
-    for device, runs in RUNS.items():
+    for device, (interleaved, compiled) in RUNS.items():
         on = f"--device={device}"
         for words, key, is_legal in (
-            ((INTERLEAVED,), "parallel.pipeline_schedule", runs),
-            ((PIPELINE, *STEP), "engine.program", runs),
+            ((INTERLEAVED,), "parallel.pipeline_schedule", interleaved),
+            ((PIPELINE, *STEP), "engine.program", compiled),
             ((), "", True),
             ((PIPELINE,), "", True),
             (("--parallel={}", *STEP), "", True),
@@ -89,7 +98,7 @@ def test_a_smoke_run_is_on_the_cpu(devices: Registry) -> None:
 
 
 def test_the_number_of_chunks_is_left_out_with_the_schedule(devices: Registry) -> None:
-    schedule = ["--parallel.pipeline_schedule=interleaved", "--parallel.virtual_pipeline_degree=4"]
+    schedule = ["--device=xpu", "--parallel.pipeline_schedule=interleaved", "--parallel.virtual_pipeline_degree=4"]
     said = _said(ROOT / "recipes/llama/dpo.json", schedule, devices)
     ((key, text),) = said
     assert key == "parallel.pipeline_schedule"

@@ -16,6 +16,7 @@ from llmsuite.models.llama.layers import Llama
 from llmsuite.rl.completion import Completion
 from llmsuite.stages import rl_losses
 from llmsuite.stages.grpo import Group, GrpoStage
+from tests.support.graphs import SLOW_ON_GPUS, gradient_nodes
 from tests.support.grpo_case import LENGTHS, advantages_of, groups, logps, model, stage
 
 
@@ -56,6 +57,7 @@ def test_losses_are_those_of_the_papers(registry: Registry, loss: str, temperatu
     batch = made.collate(groups())
     batch["old"] = np.concatenate(old).astype("float32")
     terms = made.loss(live, batch)
+    assert not gradient_nodes(terms.total) & SLOW_ON_GPUS
     assert float(terms.total) / terms.weight == pytest.approx(expected_loss(live, old, temperature, loss), rel=2e-5)
 
 

@@ -21,6 +21,7 @@ from llmsuite.stages.pairs import join
 from llmsuite.stages.rm import RmStage
 from llmsuite.stages.sections import RmSection
 from tests.support import dpo_case
+from tests.support.graphs import SLOW_ON_GPUS, gradient_nodes
 from tests.support.kto_case import made as made_kto
 
 LENGTH = 256
@@ -87,6 +88,7 @@ def test_the_program_loss_equals_the_eager_loss(
         monkeypatch.setattr(stage, "reader", reader)
     batch = {**stage.collate(samples), "prepass_stats": STATS}
     terms = stage.loss(model, batch)
+    assert not gradient_nodes(terms.total) & SLOW_ON_GPUS
     terms.total.backward()
     expected = _gradients(model)
 

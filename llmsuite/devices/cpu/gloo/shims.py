@@ -18,6 +18,7 @@ from typing import Any
 from llmsuite.base.errors import UserError
 from llmsuite.devices.cpp_library import CppLibrary, build_library
 from llmsuite.devices.cpu.gloo import GLOO_TIMEOUT
+from llmsuite.devices.pipeline_events import without_pipeline_events
 
 _HERE = Path(__file__).parent
 KERNELS = CppLibrary(
@@ -65,7 +66,6 @@ def install() -> None:
     from paddle.base import core
     from paddle.distributed import collective
     from paddle.distributed.auto_parallel.static import process_group
-    from paddle.distributed.passes.pipeline_scheduler_pass.pipeline_pass_base import PipelinePassBase
 
     load_kernels()
 
@@ -110,9 +110,7 @@ def install() -> None:
     # Rings of programs get numbers that later groups would get again: start above them.
     process_group._new_ring_id = lambda: _FIRST_RING
 
-    # Pipelines in programs: their stages wait for CUDA events that no CPU operation records, and run one after the
-    # other anyway.
-    PipelinePassBase._add_dependency = lambda self, recorder_op, waiter_op, name: None
+    without_pipeline_events()
 
     # The barrier inside to_static is an NCCL op; the public one does the same over Gloo.
     def barrier(x: Any, out: Any, *attributes: Any) -> Any:
