@@ -69,7 +69,7 @@ class TeacherProfile:
     """Published shape; not needed where config.json of the weights is on this machine."""
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of the shape, in addition to those of the preset."""
-    precision: str | None = None
+    precision: Literal["fp32", "bf16", "fp16"] | None = None
     """Precision of its parameters and activations; None for that of the run."""
     has_mixture: bool = True
     """False where the divergence is the KL divergence of one model from the other, without a mixture of both."""

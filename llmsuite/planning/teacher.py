@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 from llmsuite.base.errors import UserError
 from llmsuite.contract.schema.degrees import Degrees
@@ -79,10 +80,10 @@ class Teacher:
     def send(self, batch: MicroBatch, own_reduce_scatter: bool, send: Send) -> None:
         """Record the messages of a pass over a micro-batch, with `send`; `own_reduce_scatter` as in
         `communication.Traffic`."""
-        width = element_bytes(self.layout.parallel_plan)
+        of_activations = element_bytes(self.layout.parallel_plan)
 
-        def renamed(operation: str, shape: object, why: str, count: int = 1, other_width: int = 0) -> None:
-            send(operation, shape, f"teacher: {why}", count, other_width or width)  # type: ignore[arg-type]
+        def renamed(operation: str, shape: Sequence[int], why: str, count: int = 1, width: int = 0) -> None:
+            send(operation, shape, f"teacher: {why}", count, width or of_activations)
 
         traffic = TensorParallelTraffic(
             self.layout, self._train_plan, self.shape_spec, self._mesh, own_reduce_scatter, renamed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from llmsuite.base.errors import UserError
 from llmsuite.base.safe_files import is_file
@@ -29,7 +29,7 @@ class TeacherPlan:
     """Shape of the teacher, of the family's `config_cls`."""
     weights: Path | None
     """Directory of its weights; None for random values. It may be missing until `RunPlan.check_files`."""
-    precision: str
+    precision: Literal["fp32", "bf16", "fp16"]
     """Precision of its parameters and activations."""
     seed: int
     """Seed of random values, which differ from those of the model."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ CONFIG = dataclasses.replace(tiny_llama.CONFIG, vocab_size=512)
 TOKENIZER = DATA / "tokenizer"
 
 
-def plan_of(weights: Path | None, precision: str = "fp32", seed: int = 7) -> TeacherPlan:
+def plan_of(weights: Path | None, precision: Any = "fp32", seed: int = 7) -> TeacherPlan:
     return TeacherPlan("gkd.teacher", tiny_llama.FAMILY, CONFIG, weights, precision, seed)
 
 
