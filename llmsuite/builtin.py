@@ -30,6 +30,7 @@ from llmsuite.contract.specs import (
 from llmsuite.models.adapter_method import AdapterMethod
 from llmsuite.observe import loggers
 from llmsuite.rl import engine_sections, environment_sections, reward_sections
+from llmsuite.stages.gkd_section import GkdSection
 from llmsuite.stages.online_dpo_section import OnlineDpoSection
 from llmsuite.stages.ppo_section import PpoSection
 from llmsuite.stages.rl_sections import EvalRolloutSection, GrpoSection
@@ -73,7 +74,7 @@ def llmsuite_register_stages() -> list[StageSpec | JobSpec]:
 
 
 def _language_stages() -> list[StageSpec]:
-    """Return the stages of language modelling: pre-training and supervised fine-tuning."""
+    """Return the stages of language modelling: pre-training, supervised fine-tuning and distillation."""
     return [
         StageSpec(
             name="pretrain",
@@ -127,6 +128,16 @@ def _language_stages() -> list[StageSpec]:
                     "thoughts",
                 }
             ),
+            smoke=CONVERSATIONS,
+        ),
+        StageSpec(
+            name="gkd",
+            row_kind="conversation",
+            help="knowledge distillation: the distributions of a teacher at the assistant's turns of conversations",
+            config_cls=GkdSection,
+            profile=GkdSection.profile,
+            factory=lazily("llmsuite.stages.gkd:GkdStage"),
+            capabilities=frozenset({"generation", "packing", "plain_text", "prompt_lengths", "thoughts"}),
             smoke=CONVERSATIONS,
         ),
     ]

@@ -55,6 +55,30 @@ class CriticProfile:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TeacherProfile:
+    """A frozen second model of any family and size with the vocabulary of the model. The loss compares with its
+    distributions, by `model.token_divergence`; `StageContext.teacher` loads it. It is split over tensor parallel ranks
+    like the model, and is complete on each data rank."""
+
+    key: str
+    """Key of the recipe with its weights, such as "gkd.teacher". KEY_preset, KEY_config and KEY_precision are the keys
+    of the other fields."""
+    weights: str | None = None
+    """Model directory, run or name on a hub; None for random values."""
+    preset: str | None = None
+    """Published shape; not needed where config.json of the weights is on this machine."""
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Fields of the shape, in addition to those of the preset."""
+    precision: Literal["fp32", "bf16", "fp16"] | None = None
+    """Precision of its parameters and activations; None for that of the run."""
+    has_mixture: bool = True
+    """False where the divergence is the KL divergence of one model from the other, without a mixture of both."""
+    with_nll: bool = False
+    """True where the loss also uses the negative log-probabilities of targets
+    (`model.token_divergence_and_nll`)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StageProfile:
     """Metrics and pre-passes of a stage for one recipe: the stage checks its metrics against it, the engine runs the
     pre-passes, and `llmsuite plan` accounts for both."""
@@ -77,11 +101,18 @@ class StageProfile:
     """Names of the metrics that are reduced by maximum over ranks (`LossTerms.maxima`)."""
     critic: CriticProfile | None = None
     """Critic of a stage with rollouts; None without one."""
+    teacher: TeacherProfile | None = None
+    """Teacher whose distributions the loss compares with; None without one."""
     rows_per_sample: int = 1
     """Number of sequences per sample in a micro-batch, such as 2 for preference pairs; for `llmsuite plan`."""
     evaluates: Callable[[StageProfile, Any], Sequence[str]] | None = None
     """Returns the names of the evaluation metrics for this profile and a recipe, without "eval/"; "NAME*" stands for
     all names with that prefix. None: names are not checked."""
+
+    @property
+    def has_several_losses(self) -> bool:
+        """True where the loss uses two numbers of each token that both have gradients."""
+        return self.entropy or (self.teacher is not None and self.teacher.with_nll)
 
     def checked(self, sums: Mapping[str, T]) -> Mapping[str, T]:
         """Return the sums of a loss unchanged. Raises AssertionError unless their names are those of the profile."""

@@ -376,6 +376,18 @@ class NoTokenizer(TextTokenizer):
 
 
 @functools.cache
+def check_same_tokens(key: str, directory: Path, tokenizer: TextTokenizer) -> None:
+    """Raise UserError, at a key of the recipe, unless the tokenizer in a directory has the tokens of another one with
+    the same ids."""
+    other = TextTokenizer(directory)
+    ids = range(tokenizer.vocab_size)
+    if other.vocab_size != len(ids) or other.pieces(ids) != tokenizer.pieces(ids):
+        raise UserError(
+            f"{key}: {directory} has other tokens than {tokenizer.directory}, whose token ids it would get; choose "
+            "a model with the same vocabulary"
+        )
+
+
 def _bytes_of_characters() -> dict[str, int]:
     """Return the byte of each character of a byte-level vocabulary, as in GPT-2's `bytes_to_unicode`.
 

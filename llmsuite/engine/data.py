@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,6 +38,7 @@ from llmsuite.engine.stage import (
     shown_capabilities,
 )
 from llmsuite.engine.supervision import check_supervision
+from llmsuite.engine.teacher import load_teacher
 from llmsuite.models.plain import reads_tokens
 from llmsuite.models.shape_spec import GroupedQuery, MoE
 from llmsuite.parallel import collective
@@ -253,6 +255,10 @@ def make_stage(
         padding_free: result of `padding_free`.
     """
     data = data_plan.section
+    device = parallel_plan.device.factory()
+    teacher = None
+    if train_plan.teacher is not None:
+        teacher = functools.partial(load_teacher, train_plan.teacher, registry.models, device, tokenizer)
     context = StageContext(
         stage_name=train_plan.stage.name,
         data=data,
@@ -272,11 +278,12 @@ def make_stage(
         environments=registry.environments,
         reward_services=RewardServices(
             families=registry.models,
-            device=parallel_plan.device.factory(),
+            device=device,
             precision=parallel_plan.engine.precision,
         ),
         capabilities=train_plan.stage.capabilities,
         padding_free=padding_free,
+        load_teacher=teacher,
         caches_tokens=True,
     )
     assert isinstance(train_plan.stage, StageSpec), "only stages are trained"

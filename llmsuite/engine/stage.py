@@ -30,7 +30,7 @@ from llmsuite.data.chat_template import ChatTemplate
 from llmsuite.data.encoding import encode_answers
 from llmsuite.data.row_kinds import StagesByKind
 from llmsuite.data.token_cache import encode_cached
-from llmsuite.data.tokenizer import TextTokenizer
+from llmsuite.data.tokenizer import TextTokenizer, check_same_tokens
 from llmsuite.engine.batch import Batch, BatchLayout
 from llmsuite.engine.drop_counts import DropCounts
 from llmsuite.engine.row_reader import RowReader, SampleReader
@@ -89,6 +89,8 @@ class StageContext:
     """True where the sequences of a batch are best packed into one row, without padding."""
     capabilities: Set[Capability] = frozenset()
     """`RunSpec.capabilities` of the stage."""
+    load_teacher: Callable[[], Any] | None = None
+    """Loads the teacher of `StageProfile.teacher`; see `teacher`."""
     caches_tokens: bool = False
     """True where `encode` uses the token cache."""
 
@@ -96,6 +98,22 @@ class StageContext:
     def model_digest(self) -> str:
         """Digest of the initial weights, the shape and the precision. Available from `before_training` on."""
         return self.initial_digest()
+
+    def teacher(self) -> Any:
+        """Load the teacher that the profile of the stage names, for `Comparison` of `llmsuite.models.divergence`.
+
+        Call this method once, in `Stage.before_training`, on the ranks with the last layers (`model.is_last`), and the
+        teacher under `paddle.no_grad()`. It is split over tensor parallel ranks, which therefore call it together;
+        `llmsuite plan` counts it.
+
+        Returns:
+            A `llmsuite.models.blocks.CausalLM` in evaluation mode.
+
+        Raises:
+            UserError: its files cannot be read, or it has other tokens than the trained model.
+        """
+        assert self.load_teacher is not None, "the profile of the stage has no teacher"
+        return self.load_teacher()
 
     def frozen_model(self, key: str, given: str) -> Any:
         """Load a second, frozen model, such as a teacher.
@@ -121,13 +139,7 @@ class StageContext:
             raise UserError(f"{key}: {missing_model(path, '')}")
         check_intact(path)
         source = open_model(path, services.families)
-        other = TextTokenizer(path)
-        ids = range(self.tokenizer.vocab_size)
-        if other.vocab_size != len(ids) or other.pieces(ids) != self.tokenizer.pieces(ids):
-            raise UserError(
-                f"{key}: {path} has other tokens than {self.tokenizer.directory}, whose token ids it would get; choose "
-                "a model with the same vocabulary"
-            )
+        check_same_tokens(key, path, self.tokenizer)
         return build_frozen(source, services.device, services.precision)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:

@@ -58,6 +58,7 @@ from llmsuite.engine.sample_source import SampleSource, StepSamples
 from llmsuite.engine.stage import Stage, StatefulStage
 from llmsuite.engine.stop import StopRequest
 from llmsuite.engine.stragglers import stragglers
+from llmsuite.engine.teacher import teacher_digest
 from llmsuite.engine.train_engine import TrainEngine
 from llmsuite.launch import calls
 from llmsuite.launch.ends import INTERRUPTED
@@ -172,11 +173,12 @@ class Trainer:
         self._prepare_stage()
         # only rank 0 compares and writes it: its digest reads all data files
         files = None
+        others_digest = "" if reference is None else reference.digest
         if data.stage is not None and collective.rank() == 0:
             files = file_digests(plan.data, data.stage)
-        reference_digest = "" if reference is None else reference.digest
+            others_digest += teacher_digest(plan.train.teacher, registry.models)
         record = RunRecord.from_recipe(plan.loaded, plan.output_dir)
-        self.identity = RunIdentity(record, files, self._digest + reference_digest, self.cadence)
+        self.identity = RunIdentity(record, files, self._digest + others_digest, self.cadence)
         self.state = self.identity.initial_state
         self.step = 0
         self.samples = 0

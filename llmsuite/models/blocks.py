@@ -20,6 +20,7 @@ from llmsuite.base.typing import Tensor
 from llmsuite.devices.masks import step_mask
 from llmsuite.devices.matmul_ops import matmul
 from llmsuite.devices.ops import Ops
+from llmsuite.models.divergence import Comparison
 from llmsuite.models.embedding import Embedding
 from llmsuite.models.exact import describe_module
 from llmsuite.models.head import head_of, is_tied
@@ -522,6 +523,20 @@ class CausalLM(nn.Layer):
         logits = self.logits(hidden).astype("float32")
         is_match = self.logit_ops.is_greedy_match(logits, targets)  # first: `cross_entropy` may overwrite the logits
         return self.logit_ops.cross_entropy(logits, targets), is_match
+
+    def token_divergence(self, hidden: Tensor, taught: Tensor, comparison: Comparison) -> Tensor:
+        """Hidden states [N, D], and those of a teacher at the same positions [N, E], to the divergence of each
+        distribution over the vocabulary from that of the teacher, [N] in float32."""
+        logits = self.logits(hidden).astype("float32")
+        return self.logit_ops.divergence(logits, comparison.logits(taught), comparison)
+
+    def token_divergence_and_nll(
+        self, hidden: Tensor, taught: Tensor, targets: Tensor, comparison: Comparison
+    ) -> tuple[Tensor, Tensor]:
+        """`token_divergence` and `token_nll`: [N] each, in float32, from the same logits."""
+        logits = self.logits(hidden).astype("float32")
+        found = self.logit_ops.divergence(logits, comparison.logits(taught), comparison)
+        return found, self.logit_ops.cross_entropy(logits, targets)  # last: it may overwrite the logits
 
     def scores(self, hidden: Tensor) -> Tensor:
         """Hidden states [N, D] to scores [N] in float32."""

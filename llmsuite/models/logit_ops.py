@@ -13,6 +13,7 @@ from typing import Any
 from llmsuite.base.typing import Tensor
 from llmsuite.devices import ops as plain
 from llmsuite.devices.ops import Ops
+from llmsuite.models.divergence import Comparison, divergence
 
 
 class LogitOps:
@@ -38,3 +39,7 @@ class LogitOps:
     def is_greedy_match(self, logits: Tensor, targets: Tensor) -> Tensor:
         """1 where the target has the largest logit, the first one of equal ones, else 0: [N] in float32."""
         return plain.is_greedy_match(logits, targets)
+
+    def divergence(self, logits: Tensor, taught: Tensor, comparison: Comparison) -> Tensor:
+        """Divergence of each distribution from that of a teacher, [N]; `taught` has the teacher's logits, [N, V]."""
+        return divergence(logits, taught, comparison)

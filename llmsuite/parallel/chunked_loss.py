@@ -11,6 +11,7 @@ Shapes: N tokens, D hidden, V vocabulary.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from paddle.autograd import PyLayer
 from paddle.distributed.auto_parallel.api import dtensor_from_local
 
 from llmsuite.base.typing import Tensor
+from llmsuite.models.divergence import Comparison
 from llmsuite.models.exact import is_own_code
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.sharding import ParameterShard
@@ -27,6 +29,8 @@ from llmsuite.parallel.tensor import local_value, reshard
 
 LOSSES = ("token_nll", "token_nll_and_entropy", "token_nll_and_greedy_match")
 """Methods of a `CausalLM` that turn hidden states [N, D] into logits [N, V], and those into numbers [N]."""
+DIVERGENCES = ("token_divergence", "token_divergence_and_nll")
+"""Such methods that also take hidden states of a teacher."""
 
 
 class ChunkedLosses:
@@ -40,14 +44,13 @@ class ChunkedLosses:
             mesh: of the run, with this rank's coordinates.
             shards: of its parameters.
         """
+        self._settings = model, num_tokens, mesh, shards
         computed: dict[str, Callable[..., Any]] = {
             "token_nll": model.token_nll,
             "token_nll_and_entropy": model.token_nll_and_entropy,
             "token_nll_and_greedy_match": model.token_nll_and_greedy_match,
         }
-        self._losses = {
-            name: _InChunks(name, compute, model, num_tokens, mesh, shards) for name, compute in computed.items()
-        }
+        self._losses = {name: _InChunks(name, compute, *self._settings) for name, compute in computed.items()}
 
     def token_nll(self, hidden: Tensor, targets: Tensor) -> Any:
         """`CausalLM.token_nll`, [N]."""
@@ -61,9 +64,21 @@ class ChunkedLosses:
         """`CausalLM.token_nll_and_greedy_match`, [N] each."""
         return self._losses["token_nll_and_greedy_match"](hidden, targets)
 
+    def token_divergence(self, hidden: Tensor, taught: Tensor, comparison: Comparison) -> Any:
+        """`CausalLM.token_divergence`, [N]."""
+        return self._compared("token_divergence", comparison)(hidden, taught)
+
+    def token_divergence_and_nll(self, hidden: Tensor, taught: Tensor, targets: Tensor, comparison: Comparison) -> Any:
+        """`CausalLM.token_divergence_and_nll`, [N] each."""
+        return self._compared("token_divergence_and_nll", comparison)(hidden, taught, targets)
+
+    def _compared(self, name: str, comparison: Comparison) -> _InChunks:
+        compute = functools.partial(getattr(self._settings[0], name), comparison=comparison)
+        return _InChunks(name, compute, *self._settings)
+
 
 class _InChunks:
-    """One of `LOSSES`, in chunks."""
+    """One of `LOSSES` or `DIVERGENCES`, in chunks."""
 
     def __init__(
         self,
@@ -79,25 +94,25 @@ class _InChunks:
         self._num_tokens = num_tokens
         self._mesh = mesh
         self._shards = shards
-        self.has_one_gradient = name != "token_nll_and_entropy"
+        self.has_one_gradient = name not in ("token_nll_and_entropy", "token_divergence_and_nll")
         """True where only the first output has a gradient: then that of a token is a vector times one number."""
 
-    def __call__(self, hidden: Tensor, targets: Tensor) -> Any:
-        """Hidden states [N, D] and targets [N] to [N], or two of them."""
+    def __call__(self, hidden: Tensor, *others: Tensor) -> Any:
+        """Hidden states [N, D] and other tensors of the tokens, such as targets [N], to [N], or two of them."""
         if hidden.shape[0] <= self._num_tokens:
-            return self._compute(hidden, targets)
+            return self._compute(hidden, *others)
         trained = [parameter for parameter in self._parameters() if not parameter.stop_gradient]
         with self.whole_head():
             if paddle.is_grad_enabled() and (trained or not hidden.stop_gradient):
-                return _Chunks.apply(hidden, *trained, (self, targets))
-            return _joined([self.of_chunk(*chunk) for chunk in self.chunks(hidden, targets)])
+                return _Chunks.apply(hidden, *trained, (self, others))
+            return _joined([self.of_chunk(*chunk) for chunk in self.chunks(hidden, *others)])
 
     def _parameters(self) -> list[Tensor]:
         """Parameters that the logits are made with."""
         model = self._model
         head = self._model.lm_head
         own = [model.model.embed_tokens.weight] if head is None else list(head.parameters())
-        if is_own_code(model, "logits", "tied_logits", *LOSSES):
+        if is_own_code(model, "logits", "tied_logits", *LOSSES, *DIVERGENCES):
             return own
         # code from elsewhere may use other parameters
         known = {id(parameter) for parameter in (*own, *model.model.parameters())}
@@ -122,17 +137,17 @@ class _InChunks:
         for first in range(0, tensors[0].shape[0], self._num_tokens):
             yield tuple(tensor[first : first + self._num_tokens] for tensor in tensors)
 
-    def of_chunk(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    def of_chunk(self, hidden: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
         """The outputs of one chunk."""
-        found = self._compute(hidden, targets)
+        found = self._compute(hidden, *others)
         return found if isinstance(found, tuple) else (found,)
 
-    def with_gradient(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def with_gradient(self, hidden: Tensor, *others: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Copy of the hidden states of one chunk that can have a gradient, and the outputs computed from it."""
         with paddle.enable_grad():
             x = hidden.detach()
             x.stop_gradient = False
-            return x, self.of_chunk(x, targets)
+            return x, self.of_chunk(x, *others)
 
     def rows(self, gradients: Sequence[Tensor]) -> Tensor:
         """Gradient [N, D] of all chunks, from the gradient of each chunk; partial sums over tp are reduced."""
@@ -151,23 +166,23 @@ def _joined(chunks: Sequence[Sequence[Tensor]]) -> Any:
 
 
 class _Chunks(PyLayer):
-    """Losses with gradients to hidden states and to the trained parameters of the head. Targets, and arguments that are
-    no tensors, come in a tuple, which PyLayer does not look into."""
+    """Losses with gradients to hidden states and to the trained parameters of the head. Arguments without gradients
+    come in a tuple, which PyLayer does not look into."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, *rest: Any) -> Any:
-        *trained, (losses, targets) = rest
+        *trained, (losses, others) = rest
         ctx.losses = losses
         ctx.needs_hidden_gradient = not hidden.stop_gradient
         ctx.dtype = hidden.dtype
         ctx.vectors = None
         if trained or not losses.has_one_gradient:
-            ctx.targets = targets
+            ctx.others = others
             ctx.save_for_backward(hidden, *trained)
-            return _joined([losses.of_chunk(*chunk) for chunk in losses.chunks(hidden, targets)])
+            return _joined([losses.of_chunk(*chunk) for chunk in losses.chunks(hidden, *others)])
         outputs = []
         vectors = []
-        for chunk in losses.chunks(hidden, targets):
+        for chunk in losses.chunks(hidden, *others):
             x, found = losses.with_gradient(*chunk)
             vectors += paddle.grad([found[0]], [x], [paddle.ones_like(found[0])])
             outputs.append([output.detach() for output in found])
@@ -185,8 +200,10 @@ class _Chunks(PyLayer):
         hidden_gradients = list[Tensor]()
         sums = [_Sum(parameter) for parameter in trained]
         with losses.whole_head():
-            for chunk, targets, *given in losses.chunks(hidden, ctx.targets, *gradients):
-                x, outputs = losses.with_gradient(chunk, targets)
+            for chunk, *rest in losses.chunks(hidden, *ctx.others, *gradients):
+                others = rest[: len(ctx.others)]
+                given = rest[len(ctx.others) :]
+                x, outputs = losses.with_gradient(chunk, *others)
                 pairs = [(output, g) for output, g in zip(outputs, given, strict=True) if not output.stop_gradient]
                 given = [g for _, g in pairs]
                 found = paddle.grad([o for o, _ in pairs], [x, *trained], given, allow_unused=True)

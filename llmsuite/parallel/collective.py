@@ -254,7 +254,8 @@ def sum_in_group(tensor: Tensor, group: Any) -> None:
 
 
 def max_in_group(tensor: Tensor, group: Any) -> None:
-    """The element-wise maximum of a tensor over a group, in place. A group of None has one member."""
+    """Take the element-wise maxima of a tensor over a group, in place. A group of None has one member, so nothing is
+    sent."""
     if group is not None:
         _reduce(tensor, group, dist.ReduceOp.MAX)
 

@@ -31,6 +31,7 @@ from llmsuite.base.typing import Tensor
 from llmsuite.devices.tensors import array_of, tensor_of
 from llmsuite.models import dropout, token_context
 from llmsuite.models.block_quant import is_quantised_part
+from llmsuite.models.divergence import Comparison
 from llmsuite.models.qat import FakeQuantLinear, observing
 from llmsuite.parallel import edges
 from llmsuite.parallel.chunked_loss import ChunkedLosses
@@ -252,6 +253,22 @@ class PipelineStage:
         """Negative log-probability of each target, and 1 where greedy decoding picks the target, else 0: [N] each;
         zeros where the last layers are not."""
         return self._losses.token_nll_and_greedy_match(hidden, targets) if self.is_last else _no_numbers(targets)
+
+    def token_divergence(self, hidden: Tensor, taught: Tensor | None, comparison: Comparison | None) -> Tensor:
+        """Divergence of each distribution over the vocabulary from that of a teacher, [N], see
+        `CausalLM.token_divergence`; zeros where the last layers are not, and no teacher is."""
+        if not self.is_last:
+            return paddle.zeros([hidden.shape[0]])
+        found: Tensor = self._losses.token_divergence(hidden, taught, comparison)
+        return found
+
+    def token_divergence_and_nll(
+        self, hidden: Tensor, taught: Tensor | None, targets: Tensor, comparison: Comparison | None
+    ) -> tuple[Tensor, Tensor]:
+        """`token_divergence` and `token_nll`, [N] each; zeros where the last layers are not."""
+        if not self.is_last:
+            return _no_numbers(targets)
+        return self._losses.token_divergence_and_nll(hidden, taught, targets, comparison)
 
     @property
     def _losses(self) -> Any:

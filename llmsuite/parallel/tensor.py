@@ -22,10 +22,12 @@ from llmsuite.base.typing import Tensor
 from llmsuite.devices.ops import Ops, entropy_of_sums
 from llmsuite.launch import calls
 from llmsuite.models.blocks import CausalLM
+from llmsuite.models.divergence import Comparison, OverVocabulary, divergence
 from llmsuite.models.dropout import Select, TokenDropout
 from llmsuite.models.embedding import set_lookup
 from llmsuite.models.logit_ops import LogitOps
 from llmsuite.models.shard_plan import ShardPlan
+from llmsuite.parallel import collective
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.program import vocabulary as program
 
@@ -305,6 +307,21 @@ class VocabularyParallelLogitOps(LogitOps):
         deficit = self._sum((shifted * (ids == targets).astype(shifted.dtype) - earlier).sum(-1))
         return (deficit >= 0).astype("float32")
 
+    def divergence(self, logits: Tensor, taught: Tensor, comparison: Comparison) -> Tensor:
+        ranks = _OverTensorRanks(self._mesh)
+        own, other = (self._without_padding(part) for part in (logits, taught))
+        # complete on every rank: nothing is sent
+        return self._sum(divergence(own, other, comparison, ranks))
+
+    def _without_padding(self, logits: Tensor) -> Tensor:
+        """Logits [N, V] with a probability of 0 for the padding of the vocabulary."""
+        if logits.shape[-1] == self._vocabulary:
+            return logits
+        here = logits.shape[-1] // self._mesh.degrees.tp
+        first = self._mesh.coordinate["tp"] * here
+        lowest = (paddle.arange(first, first + here) >= self._vocabulary).astype(logits.dtype) * -1e30
+        return logits + dtensor_from_local(lowest, self._mesh.tensor, [dist.Shard(0)])
+
     def _sum(self, numbers: Tensor) -> Tensor:
         """The numbers [N], summed over tp where they are partial sums: plain, and the same on every rank."""
         replicated = [dist.Replicate()]
@@ -324,3 +341,27 @@ class VocabularyParallelLogitOps(LogitOps):
         ids = dtensor_from_local(ids, self._mesh.tensor, [dist.Shard(0)])
         shifted = logits - logits.detach().max(-1, keepdim=True)
         return shifted, ids, targets.unsqueeze(-1)
+
+
+class _OverTensorRanks(OverVocabulary):
+    """Reductions over the ranks of the tensor parallel group. Only numbers of tokens are exchanged."""
+
+    def __init__(self, mesh: Mesh):
+        self._mesh = mesh
+
+    def sum(self, numbers: Tensor) -> Tensor:
+        collective.sum_in_group(numbers, self._mesh.tensor_group)
+        return numbers
+
+    def max(self, numbers: Tensor) -> Tensor:
+        collective.max_in_group(numbers, self._mesh.tensor_group)
+        return numbers
+
+    def local(self, tensor: Tensor) -> Tensor:
+        return local_value(tensor)
+
+    def of_tokens(self, numbers: Tensor) -> Tensor:
+        return dtensor_from_local(numbers, self._mesh.tensor, [dist.Replicate()])
+
+    def of_vocabulary(self, gradient: Tensor) -> Tensor:
+        return dtensor_from_local(gradient, self._mesh.tensor, [dist.Shard(1)])

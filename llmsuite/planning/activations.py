@@ -88,6 +88,10 @@ class ActivationSettings:
     """True where the inputs of the modules in `rounded` are rounded too."""
     entropy: bool = False
     """True where the loss needs the entropy of tokens: no kernel computes it in place."""
+    compares: bool = False
+    """True where the loss is a divergence from a teacher."""
+    compares_nll: bool = False
+    """True where it also has the negative log-probabilities of targets."""
     keeps_trained_only: bool = False
     """True where the model is frozen, and products keep an input only for the gradient of a matrix
     (`models.linear_ops`)."""

@@ -18,6 +18,7 @@ from llmsuite.parallel.mesh import DATA, EXPERT, MODEL, RUN, SHARDING, TENSOR, T
 from llmsuite.parallel.zero3_units import gather_units
 from llmsuite.planning.activations import MicroBatch
 from llmsuite.planning.layout import Layout, LocalParameter, element_bytes
+from llmsuite.planning.teacher import Teacher
 from llmsuite.planning.tp_traffic import TensorParallelTraffic
 from llmsuite.recipe.plans import DataPlan, TrainPlan
 
@@ -103,7 +104,12 @@ class Traffic:
         tensor = TensorParallelTraffic(
             layout, train_plan, shape_spec, mesh, own_reduce_scatter, functools.partial(self._add, TENSOR)
         )
+        teacher = None
+        if train_plan.teacher is not None and degrees.tp > 1 and stage == degrees.pp - 1:
+            teacher = Teacher(layout, train_plan)
         for batch, self._times in collections.Counter(batches).items():
+            if teacher is not None:
+                teacher.send(batch, own_reduce_scatter, functools.partial(self._add, TENSOR))
             for part in layout.parts_of(stage):
                 if degrees.tp > 1:
                     tensor.forward(part, batch)

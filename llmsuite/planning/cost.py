@@ -19,6 +19,7 @@ from llmsuite.planning.activations import MicroBatch
 from llmsuite.planning.communication import PIPELINE, Message
 from llmsuite.planning.head import recomputes_logits
 from llmsuite.planning.layout import Layout
+from llmsuite.planning.teacher import Teacher
 from llmsuite.recipe.plans import TrainPlan
 
 
@@ -122,7 +123,8 @@ class PartCost:
 
 def part_costs(layout: Layout, train_plan: TrainPlan, shape_spec: ShapeSpec, batch: MicroBatch) -> list[PartCost]:
     """FLOPs of each part. A backward pass costs two forward passes (one if only adapters are trained), plus recomputed
-    layers, plus the logits of a trained head if its loss is computed in chunks."""
+    layers, plus the logits of a trained head if its loss is computed in chunks. A teacher runs forward with the last
+    part."""
     engine = layout.parallel_plan.engine
     model_plan = layout.model_plan
     last = len(layout.bounds) - 2
@@ -141,12 +143,17 @@ def part_costs(layout: Layout, train_plan: TrainPlan, shape_spec: ShapeSpec, bat
         if part == last and not model_plan.is_scored:
             head = head_flops(shape_spec, batch)
         forward = sum(each.values()) + head
-        if recomputes_logits(layout, batch, train_plan.profile.entropy):
-            again += head
+        taught = taught_head = 0.0
+        if part == last and train_plan.teacher is not None:
+            spec = Teacher(layout, train_plan).shape_spec
+            taught_head = head_flops(spec, batch)
+            taught = sum(layer_flops(layer, spec.hidden, batch) for layer in spec.layers) + taught_head
+        if recomputes_logits(layout, batch, train_plan.profile.has_several_losses):
+            again += head + taught_head
         backward = times * forward + again
         if model_plan.is_frozen and layout.trains_head:
             backward += head
-        costs.append(PartCost(forward, backward))
+        costs.append(PartCost(forward + taught, backward))
     return costs
 
 

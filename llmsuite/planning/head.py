@@ -38,6 +38,7 @@ def temporaries(
     if "cross_entropy" in settings.fused and settings.tp == 1 and not settings.entropy:
         wide = 0
     wide += 4 if settings.entropy else 0  # the gradient of the exponentials, in addition to that of the logits
+    wide += 4 * _COMPARED if settings.compares else 0
     if settings.num_bytes < 4:
         wide += settings.num_bytes
     each = shape_spec.vocabulary / settings.tp * wide
@@ -48,11 +49,16 @@ def temporaries(
     return chunk * (each + _logits_bytes(shape_spec, settings)) + 2 * largest_gradient
 
 
-def recomputes_logits(layout: Layout, batch: MicroBatch, uses_entropy: bool) -> bool:
-    """True where a loss in chunks recomputes its logits in the backward pass: the head is trained, or the entropy has a
-    gradient (`parallel.chunked_loss`)."""
+_COMPARED = 8
+"""Tensors of the size of the logits that a divergence needs while it is computed: probabilities and log-probabilities
+of both models and of their mixture, logits of the teacher, and terms of a sum."""
+
+
+def recomputes_logits(layout: Layout, batch: MicroBatch, has_several_losses: bool) -> bool:
+    """True where a loss in chunks recomputes its logits in the backward pass: the head is trained, or two numbers of
+    each token have gradients (`parallel.chunked_loss`)."""
     is_trained = layout.trains_head or "lm_head" in layout.adapted
-    is_vector = not is_trained and not uses_entropy
+    is_vector = not is_trained and not has_several_losses
     chunk = layout.parallel_plan.engine.loss_chunk_tokens
     return chunk is not None and chunk < batch.supervised and not is_vector
 
@@ -69,4 +75,6 @@ def _logits_bytes(shape_spec: ShapeSpec, settings: ActivationSettings) -> float:
     times = 2 if settings.entropy else 1
     if settings.tp > 1:
         times = 3
+    if settings.compares:  # keeps the gradient of the divergence
+        times = 1 + (times if settings.compares_nll else 0)
     return times * 4 * shape_spec.vocabulary / settings.tp

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from llmsuite.contract.schema.stage_keys import HasDocumentMask
+from llmsuite.contract.specs import StageProfile
 from llmsuite.models.mtp import num_mtp_layers
 from llmsuite.models.shape_spec import Latent, MoE, ShapeSpec
 from llmsuite.models.targets import HEAD
@@ -25,6 +26,7 @@ from llmsuite.planning.layout import Layout, LocalParameter, element_bytes, rank
 from llmsuite.planning.lora_ga import lora_ga_bytes
 from llmsuite.planning.programs import memory_of_steps
 from llmsuite.planning.rollouts import cache_bytes, decoder_bytes, reference_bytes, reward_bytes
+from llmsuite.planning.teacher import teacher_bytes
 from llmsuite.recipe.critic import critic_plans
 from llmsuite.recipe.plans import DataPlan, ModelPlan, ParallelPlan, TrainPlan
 
@@ -67,6 +69,8 @@ class StageMemory:
     """Weights of a reward model, which also live from step to step."""
     reference: float = 0.0
     """Frozen weights of a reference model, which also live from step to step."""
+    teacher: float = 0.0
+    """Frozen weights of a teacher, which also live from step to step."""
     cache: float = 0.0
     """KV cache of a rollout, in addition to `decoder`."""
     critic: float = 0.0
@@ -79,7 +83,7 @@ class StageMemory:
     @property
     def between_steps(self) -> float:
         kept = self.parameters + self.masters + self.moments + self.sums
-        return kept + self.reward + self.reference + self.critic
+        return kept + self.reward + self.reference + self.teacher + self.critic
 
     @property
     def peak(self) -> float:
@@ -88,8 +92,8 @@ class StageMemory:
         return self.between_steps + max(passes, self.update, self.decoder + self.cache, self.critic_peak)
 
 
-def activation_settings(layout: Layout, uses_entropy: bool) -> ActivationSettings:
-    """The settings of a run that decide which activations are kept. `uses_entropy` is `StageProfile.entropy`."""
+def activation_settings(layout: Layout, profile: StageProfile) -> ActivationSettings:
+    """The settings of a run that decide which activations are kept; `profile` is that of its stage."""
     model_plan = layout.model_plan
     parallel_plan = layout.parallel_plan
     engine = parallel_plan.engine
@@ -141,7 +145,9 @@ def activation_settings(layout: Layout, uses_entropy: bool) -> ActivationSetting
         prefix=model_plan.prefix.tokens or 0,
         prefix_network=model_plan.prefix_network_size or 0,
         rounded={name: _local_sizes(layout, name) for name in layout.rounded},
-        entropy=uses_entropy,
+        entropy=profile.entropy,
+        compares=profile.teacher is not None,
+        compares_nll=profile.teacher is not None and profile.teacher.with_nll,
         rounds_inputs=model_plan.qat.activation_bits is not None,
         keeps_trained_only=layout.uses_device_matmul and model_plan.is_frozen,
         input_bytes=2 if layout.fuses_projections and not (layout.adapted and tp > 1) else None,
@@ -227,7 +233,7 @@ def memory(
     meshes = ranks(plan.degrees) if meshes is None else meshes
 
     def of_ranks(layout: Layout, train_plan: TrainPlan) -> list[StageMemory]:
-        settings = activation_settings(layout, train_plan.profile.entropy)
+        settings = activation_settings(layout, train_plan.profile)
         found = []
         for mesh in meshes:
             schedule = schedules[mesh.coordinate["pp"]]
@@ -307,6 +313,7 @@ def _memory_of_rank(
         decoder=decoder_bytes(layout, train_plan, shape_spec, mesh),
         reward=reward_bytes(plan, train_plan, mesh),
         reference=reference_bytes(train_plan, held),
+        teacher=teacher_bytes(layout, train_plan, mesh),
         cache=cache_bytes(plan, train_plan, max_length, shape_spec, mesh),
         lora_ga_init=lora_ga_bytes(layout, held, largest.tokens),
     )

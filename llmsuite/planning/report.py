@@ -132,6 +132,9 @@ def _memory(found: Estimate, memory: float | None) -> Iterator[str]:
         yield f"of it for the reward model: {size(max(stage.reward for stage in found.stages))} of weights, unsharded"
     if any(stage.reference for stage in found.stages):
         yield f"of it for the reference: {size(max(stage.reference for stage in found.stages))} of frozen weights"
+    if any(stage.teacher for stage in found.stages):
+        weights = max(stage.teacher for stage in found.stages)
+        yield f"of it for the teacher, on the last pipeline stage: {size(weights)} of frozen weights"
     if any(stage.critic for stage in found.stages):
         yield f"of it for the critic: {size(max(stage.critic for stage in found.stages))} of parameters and moments"
     if any(stage.lora_ga_init for stage in found.stages):

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from llmsuite.adapters.reft_shapes import reft_shapes
+from llmsuite.contract.specs import TeacherProfile
 from llmsuite.models.shape_spec import GatedMLP, GeluMLP, GroupedQuery, Latent, MoE, ShapeSpec
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.planning.activations import MicroBatch
@@ -59,9 +60,11 @@ class TensorParallelTraffic:
         self._sequence_parallel = layout.parallel_plan.section.sequence_parallel
         self._is_scored = layout.model_plan.is_scored
         self._takes_all = "all_logits" in train_plan.stage.capabilities
+        self._profile = train_plan.profile
         self._uses_entropy = train_plan.profile.entropy
+        self._teacher = train_plan.profile.teacher
 
-    def forward(self, part: int, batch: MicroBatch, with_adapters: bool = True) -> None:
+    def forward(self, part: int, batch: MicroBatch, with_adapters: bool = True, with_losses: bool = True) -> None:
         """One forward pass of a micro-batch through a part of the model."""
         full, shard = self._shapes(batch)
         if part == 0:
@@ -76,7 +79,7 @@ class TensorParallelTraffic:
         if self._is_last(part):
             if self._sequence_parallel:
                 self._send("all_gather", shard, "last norm: sequences are gathered")
-            if not self._is_scored:
+            if with_losses and not self._is_scored:
                 self._losses(batch)
 
     def backward(self, part: int, batch: MicroBatch) -> None:
@@ -105,7 +108,16 @@ class TensorParallelTraffic:
     def _losses(self, batch: MicroBatch) -> None:
         count = 4 if self._uses_entropy else 3
         for tokens in self._chunks(batch):
-            self._send("all_reduce", (tokens, 1), "cross-entropy: numbers of each token", count, width=4)
+            if self._teacher is not None:
+                for shape in _divergence_shapes(tokens, self._teacher):
+                    self._send("all_reduce", shape, "divergence: numbers of each token", width=4)
+            if self._has_nll:
+                self._send("all_reduce", (tokens, 1), "cross-entropy: numbers of each token", count, width=4)
+
+    @property
+    def _has_nll(self) -> bool:
+        """True where the loss uses negative log-probabilities of targets."""
+        return self._teacher is None or self._teacher.with_nll
 
     def _chunks(self, batch: MicroBatch) -> list[int]:
         """Number of tokens in each chunk of a loss."""
@@ -119,11 +131,12 @@ class TensorParallelTraffic:
         chunks = self._chunks(batch)
         why = "head, backward: gradient of its input"
         adapted = self._layout.adapted
-        if recomputes_logits(self._layout, batch, self._uses_entropy):
+        if recomputes_logits(self._layout, batch, self._profile.has_several_losses):
             self._losses(batch)
         for tokens in chunks:
             needs_all_logits = self._takes_all and tokens == batch.tokens
-            self._send("all_reduce", (tokens, 1), "cross-entropy: numbers of each token", width=4)
+            if self._has_nll:
+                self._send("all_reduce", (tokens, 1), "cross-entropy: numbers of each token", width=4)
             if needs_all_logits:
                 self._sum(full, why, self._sequence_parallel)
             else:
@@ -297,3 +310,10 @@ def _output_biased(part: GroupedQuery | Latent | GatedMLP | GeluMLP | MoE) -> bo
     if isinstance(part, GroupedQuery):
         return part.output_biased
     return isinstance(part, GeluMLP) or (isinstance(part, GatedMLP) and part.biased)
+
+
+def _divergence_shapes(tokens: int, teacher: TeacherProfile) -> list[tuple[int, ...]]:
+    """Shapes of the numbers of each token that are reduced for a divergence: maxima and sums of exponentials of both
+    models, then one divergence, or those of both models from their mixture."""
+    both = (2, tokens)
+    return [both, both, both if teacher.has_mixture else (tokens,)]

@@ -22,6 +22,7 @@ _KEYS: tuple[tuple[str, str, Want, Kind], ...] = (
     ("data", "prompts", Want.ROWS, "dataset"),
     ("data", "mix", Want.ROWS, "dataset"),
     ("pretrain", "mix", Want.ROWS, "dataset"),
+    ("gkd", "teacher", Want.MODEL, "model"),
 )
 """(section, key, files that a run needs, kind of repository). The keys of a mix are names themselves."""
 

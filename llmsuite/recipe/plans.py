@@ -41,6 +41,7 @@ from llmsuite.models.head import head_of, is_tied
 from llmsuite.models.shard_plan import UNSHARDED, ShardPlan
 from llmsuite.models.targets import full_modules
 from llmsuite.parallel.program.lengths import LENGTH_MULTIPLE
+from llmsuite.recipe.teacher import TeacherPlan
 
 DEFAULT_METRIC = "eval/loss"
 """Metric of early stopping in a recipe that names none."""
@@ -273,6 +274,8 @@ class TrainPlan:
     checkpoint: CheckpointSection
     seed: int
     """Seed of sampled tokens."""
+    teacher: TeacherPlan | None = None
+    """Teacher of the stage; None for a stage without one."""
 
     @property
     def profile(self) -> StageProfile:

@@ -36,6 +36,7 @@ from llmsuite.recipe.problems import sorted_problems
 from llmsuite.recipe.rules import INFERENCE_RULES, RULES, RuleContext
 from llmsuite.recipe.shape import base_of_adapter, local_weights, missing_model, model_config, tokenizer_of, weights_of
 from llmsuite.recipe.smoke import SMOKE_LENGTH, smoke_layer
+from llmsuite.recipe.teacher import TeacherPlan, teacher_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +110,11 @@ class RunPlan:
                 message = f"{given} is not a directory with a model (working directory: {Path.cwd()})"
                 hint = f"; download one from a hub with `llmsuite import {given} -o DIR`"
                 yield self.loaded.problem(key, message + hint)
+        teacher = self.train.teacher
+        if teacher is None or teacher.weights is None or _on_hub(teacher.weights):
+            return
+        if not is_file(teacher.weights / "config.json"):
+            yield self.loaded.problem(teacher.key, missing_model(teacher.weights, teacher.key))
 
     def fetched(self, report: Callable[[str], None]) -> RunPlan:
         """Return the plan with remote data downloaded to local files. Raises UserError if a download fails."""
@@ -185,6 +191,8 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
     rules = RULES if stage.trains else INFERENCE_RULES
     for rule in rules:
         violations += rule.check(context)
+    teacher, found = teacher_of(context.profile.teacher, recipe, family, config, registry.models, context.precisions)
+    violations += found
     if violations:
         raise RecipeError(sorted_problems([loaded.problem(key, message) for key, message in violations]))
     return RunPlan(
@@ -203,7 +211,7 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
         ),
         data=_data_plan(recipe, stage),
         parallel=parallel_plan_of(recipe, stage, registry.devices[recipe.device], degrees),
-        train=_train_plan(recipe, stage, registry),
+        train=_train_plan(recipe, stage, registry, teacher),
         output_dir=Path(recipe.output_dir),
     )
 
@@ -240,7 +248,9 @@ def parallel_plan_of(recipe: Recipe, stage: StageSpec | JobSpec, device: DeviceS
     )
 
 
-def _train_plan(recipe: Recipe, stage: StageSpec | JobSpec, registry: Registry) -> TrainPlan:
+def _train_plan(
+    recipe: Recipe, stage: StageSpec | JobSpec, registry: Registry, teacher: TeacherPlan | None
+) -> TrainPlan:
     rollout = rollout_of(recipe)
     return TrainPlan(
         section=recipe.train,
@@ -253,6 +263,7 @@ def _train_plan(recipe: Recipe, stage: StageSpec | JobSpec, registry: Registry) 
         generation=recipe.generation,
         checkpoint=recipe.checkpoint,
         seed=recipe.seed,
+        teacher=teacher,
     )
 
 

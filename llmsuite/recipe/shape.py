@@ -31,15 +31,28 @@ def weights_of(model: ModelSection) -> Path | None:
     Raises:
         UserError: config.json cannot be downloaded.
     """
-    if model.weights is None:
+    return named_weights(model.weights, model.preset is None)
+
+
+def named_weights(given: str | None, fetches_config: bool) -> Path | None:
+    """Return the directory of weights as `weights_of` does; None for None.
+
+    Args:
+        given: a directory, a run, or a name on a hub.
+        fetches_config: True to download config.json for a name on a hub that is not in the local cache.
+
+    Raises:
+        UserError: config.json cannot be downloaded.
+    """
+    if given is None:
         return None
-    name = hub_name(model.weights)
+    name = hub_name(given)
     if name is not None:
         found = cached(name, Want.CONFIG)
-        if found is None and model.preset is None:
+        if found is None and fetches_config:
             found = fetch(name, Want.CONFIG, report)
-        return found.directory if found is not None else Path(model.weights)
-    return local_weights(model.weights)
+        return found.directory if found is not None else Path(given)
+    return local_weights(given)
 
 
 def local_weights(given: str) -> Path:

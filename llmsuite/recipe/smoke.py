@@ -10,7 +10,8 @@ from typing import Any
 from llmsuite.contract.registry import Registry
 from llmsuite.contract.schema.degrees import Degrees, degrees_of
 from llmsuite.contract.schema.recipe import Recipe
-from llmsuite.contract.specs import ModelFamily, RunSpec
+from llmsuite.contract.schema.section import value_at
+from llmsuite.contract.specs import ModelFamily, RunSpec, StageProfile, StageSpec
 from llmsuite.models.mtp import num_mtp_layers
 from llmsuite.models.protocols import shape_fields, window_of
 from llmsuite.recipe.load import REMOVE, LoadedRecipe
@@ -71,6 +72,7 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
         "train.learning_rate": 1e-3,
         **_warmup(recipe),
         **_small_sizes(recipe),
+        **_teacher(recipe, stage, shape),
         "train.eval_steps": REMOVE,
         "train.early_stopping": REMOVE,
         "checkpoint.save_steps": 4,
@@ -93,6 +95,16 @@ def _small_sizes(recipe: Recipe) -> dict[str, Any]:
     if recipe.lora.base_dtype is not None:
         keys["lora.base_block"] = _SMALL_BLOCK
     return keys
+
+
+def _teacher(recipe: Recipe, stage: RunSpec, shape: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of a teacher: of the shape of the tiny model, with random values of its own."""
+    profile = stage.profile(value_at(recipe, stage.section_name)) if isinstance(stage, StageSpec) else StageProfile()
+    teacher = profile.teacher
+    if teacher is None:
+        return {}
+    others = {f"{teacher.key}_{name}": REMOVE for name in ("preset", "precision")}
+    return {teacher.key: None, f"{teacher.key}_config": shape, **others}
 
 
 def _of_stage(loaded: LoadedRecipe, stage: RunSpec) -> dict[str, Any]:

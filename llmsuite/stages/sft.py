@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from llmsuite.data.rows import Conversation
 from llmsuite.engine.row_reader import PackingReader
 from llmsuite.engine.stage import Batch, BatchLayout, DropCounts, EvalPrompt, GeneratingStage, LossTerms, StageContext
 from llmsuite.stages import language_model
+from llmsuite.stages.gkd_section import GkdSection
 from llmsuite.stages.language_model import WeightedTokens
 from llmsuite.stages.sections import SftSection
 
@@ -53,8 +54,10 @@ class SftStage(GeneratingStage[WeightedTokens]):
 
     row_kind = "conversation"
     row_by_row = True
+    truncate_key: ClassVar[str] = "sft.truncate"
+    """Key of the recipe that decides whether long conversations are cut."""
 
-    def __init__(self, section: SftSection, context: StageContext):
+    def __init__(self, section: SftSection | GkdSection, context: StageContext):
         super().__init__(section, context)
         self._truncate = section.truncate
         self._max_length = context.data.max_length
@@ -186,9 +189,9 @@ class SftStage(GeneratingStage[WeightedTokens]):
         return [*answer, eos] if is_last else answer
 
     def _cut(self, sample: WeightedTokens) -> WeightedTokens:
-        """The first `data.max_length` tokens. Raises Unusable unless `sft.truncate` is set."""
+        """The first `data.max_length` tokens. Raises Unusable unless `truncate_key` is set."""
         if not self._truncate:
-            raise Unusable(f"longer than data.max_length {self._max_length} (sft.truncate is false)")
+            raise Unusable(f"longer than data.max_length {self._max_length} ({self.truncate_key} is false)")
         ids = sample.ids[: self._max_length]
         weights = sample.weights[: self._max_length]
         if not weights.any():

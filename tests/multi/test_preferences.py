@@ -1,4 +1,4 @@
-"""Reward models, KTO and losses of DPO that depend on the whole batch: on any mesh equal to one process.
+"""Reward models, KTO, losses of DPO that depend on the whole batch, and distillation: on any mesh equal to one process.
 
 `tests/parity/test_preferences.py` has each stage on every mesh; here each is on two.
 """
@@ -17,6 +17,12 @@ POINTS = [
     ("kto", "dp2"),
     ("orpo", "dp2"),
     ("orpo", "static"),
+    ("gkd", "dp2"),
+    ("gkd", "tp2"),
+    ("gkd", "pp2"),
+    ("gkd", "stage3"),
+    ("gkd, sft", "tp2"),
+    ("gkd, adapters", "tp2"),
 ]
 
 

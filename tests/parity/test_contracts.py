@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 
+from llmsuite.models.llama.config import SMOKE
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.testing import assert_stage_contract
 from tests.conftest import TRAINING_STAGES, PluginSite, registry_with
 from tests.support.paths import ROOT
 
-# keys that make a short run of a stage whose embedded data are many
-SMALLER: Mapping[str, Mapping[str, Any]] = {"pretrain": {"pretrain.max_eval_samples": 64, "pretrain.mix": {}}}
+# keys that make a short run of a stage whose embedded data are many, or that has no teacher
+SMALLER: Mapping[str, Mapping[str, Any]] = {
+    "pretrain": {"pretrain.max_eval_samples": 64, "pretrain.mix": {}},
+    "gkd": {"gkd.teacher_config": {**SMOKE, "num_hidden_layers": 1}, "gkd.sft_weight": 0.2},
+}
 
 
 @pytest.mark.parametrize("stage", TRAINING_STAGES)

@@ -1,4 +1,4 @@
-"""Runs of preference stages, and how they are compared."""
+"""Runs of stages that compare with another model or another answer, and how they are compared."""
 
 from __future__ import annotations
 
@@ -16,6 +16,19 @@ STAGES: dict[str, tuple[str, tuple[str, ...]]] = {
     # the reference is the initial model, which the model without its adapter stays
     "dpo, adapters": ("recipes/llama/dpo.json", ("--lora.rank=4", "--dpo.reference=adapter_off")),
     "rm, adapters": ("recipes/llama/rm.json", ("--lora.rank=4",)),
+    "gkd": ("recipes/llama/gkd.json", ()),
+    "gkd, sft": ("recipes/llama/gkd.json", ("--gkd.sft_weight=0.3", "--gkd.beta=0", "--gkd.temperature=2")),
+    # a smaller teacher, and a vocabulary that is padded; the loss in chunks has one gradient by token
+    "gkd, adapters": (
+        "recipes/llama/gkd.json",
+        (
+            "--lora.rank=4",
+            "--engine.loss_chunk_tokens=8",
+            "--model.config.vocab_size=513",
+            "--gkd.teacher_config.vocab_size=513",
+            "--gkd.teacher_config.hidden_size=48",
+        ),
+    ),
     "kto_pair": ("recipes/llama/dpo.json", ("--dpo.loss=kto_pair", "--dpo.sft_weight=0.1")),
 }
 """Recipe and overrides."""

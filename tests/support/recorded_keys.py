@@ -28,6 +28,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "pretrain": ("llama/pretrain.json", ()),
     "sft": ("llama/sft.json", ()),
     "lora": ("llama/lora.json", ()),
+    "gkd": ("llama/gkd.json", ()),
     "dpo": ("llama/dpo.json", ()),
     "orpo": ("llama/orpo.json", ()),
     "simpo": ("llama/simpo.json", ()),

@@ -102,6 +102,9 @@ def without_stage(kind: str) -> str:
         return "adds a loss on the chosen answers"
     if kind == "rm":
         return "has a head whose initial values are not known; llmsuite recipe new --stage rm"
+    if kind == "gkd":
+        why = "divides its loss by the tokens of each micro-batch, not of the step"
+        return f"{why}, and samples answers unless lmbda is 0; llmsuite recipe new --stage gkd"
     return "has no stage"
 
 

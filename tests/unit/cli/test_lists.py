@@ -126,7 +126,9 @@ def test_plugins_list_and_info(run: Run, registry: Registry) -> None:
     ]
     assert max(map(len, out.splitlines())) <= 100
     assert f"ok  {len(registry.stages)} stages, {len(registry.models)} models, " in out
-    stages = "stage pretrain, stage sft, stage lora, stage dpo, stage rm, stage kto, stage grpo, stage online_dpo"
+    stages = (
+        "stage pretrain, stage sft, stage lora, stage gkd, stage dpo, stage rm, stage kto, stage grpo, stage online_dpo"
+    )
     stages += ", stage ppo, stage infer"
     models = "model llama, model qwen, model qwen_moe, model ernie, model ernie_moe, model gpt, model deepseek"
     code, out, _ = run("plugins", "info", "builtin")

@@ -64,7 +64,7 @@ def test_stages_name_their_kinds_of_rows(registry: Registry) -> None:
         (
             "preference",
             {"messages": TURNS, "id": 1},
-            "one with conversation rows (openai), which stages sft and lora train on, "
+            "one with conversation rows (openai), which stages sft, lora and gkd train on, "
             "or one with prompt rows (openai_prompt), which stages grpo, online_dpo and ppo train on",
         ),
     ],

@@ -172,7 +172,7 @@ def test_a_plan_knows_where_it_is(
     given = words if "--engine.precision=fp32" in words else [*words, "--engine.precision=bf16"]
     place = ["--parallel={}", "--launch.num_devices=1"]
     plan = plan_run(ROOT / "recipes" / "llama" / "sft.json", [*place, *given], registry, smoke=True)
-    assert activation_settings(Layout(plan.model, plan.parallel), plan.train.profile.entropy).head_bytes == num_bytes
+    assert activation_settings(Layout(plan.model, plan.parallel), plan.train.profile).head_bytes == num_bytes
 
 
 def between(attention: Attention, x: Any, mask: Any = None) -> list[Any]:

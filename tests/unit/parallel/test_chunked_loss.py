@@ -12,8 +12,9 @@ from paddle.base import core
 from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.ops import Ops
+from llmsuite.models.divergence import Comparison
 from llmsuite.models.linear_ops import LinearOps, use_linear_ops
-from llmsuite.parallel.chunked_loss import LOSSES, ChunkedLosses
+from llmsuite.parallel.chunked_loss import DIVERGENCES, LOSSES, ChunkedLosses
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.planning import head
 from llmsuite.planning.activations import ActivationSettings, MicroBatch, norm_kept
@@ -79,6 +80,38 @@ def test_chunks_change_nothing(family: str, tied: bool, precision: str | None, t
         limit = 1e-5 if precision != "bf16" else 2.0**-7
         for one, other in zip(found, whole, strict=True):
             np.testing.assert_allclose(one, other, rtol=0, atol=limit * float(np.abs(other).max()))
+
+
+@pytest.mark.parametrize("method", DIVERGENCES)
+@pytest.mark.parametrize("trains_head", [True, False], ids=["trained", "frozen"])
+def test_chunks_of_a_divergence_change_nothing(trains_head: bool, method: str) -> None:
+    teacher = model_of("gpt", True, None)
+    comparison = Comparison(teacher, 0.3, 1.5)
+
+    def compared(chunk: int | None) -> list[np.ndarray]:
+        model = model_of("llama", False, None, trains_head)
+        random = np.random.default_rng(1)
+        hidden, taught = (
+            paddle.to_tensor(random.normal(size=[NUM_TOKENS, each.config.hidden_size]).astype("float32"))
+            for each in (model, teacher)
+        )
+        hidden.stop_gradient = False
+        targets = paddle.to_tensor(random.integers(0, model.config.vocab_size, NUM_TOKENS))
+        losses = model if chunk is None else in_chunks(model, chunk)
+        if method == "token_divergence":
+            outputs = [losses.token_divergence(hidden * 1, taught, comparison)]
+        else:
+            outputs = list(losses.token_divergence_and_nll(hidden * 1, taught, targets, comparison))
+        weights = [paddle.to_tensor(random.normal(size=NUM_TOKENS).astype("float32")) for _ in outputs]
+        paddle.add_n([(output * weight).sum() for output, weight in zip(outputs, weights)]).backward()
+        gradients = [hidden.grad, *([model.lm_head.weight.grad] if trains_head else [])]
+        return [tensor.numpy() for tensor in (*outputs, *gradients)]
+
+    whole = compared(None)
+    for chunk in (CHUNK, NUM_TOKENS):
+        for one, other in zip(compared(chunk), whole, strict=True):
+            np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * float(np.abs(other).max()))
+    assert all(parameter.grad is None for parameter in teacher.parameters())
 
 
 @pytest.mark.parametrize("trains_head", [True, False], ids=["trained", "frozen"])

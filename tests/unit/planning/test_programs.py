@@ -99,7 +99,7 @@ def test_inputs_of_experts_are_made_again() -> None:
     def keeps(recipe: str, *words: str) -> bool:
         given = ["--launch.num_devices=2", "--train.micro_batch_size=2", "--train.global_batch_size=8", *words]
         plan = plan_run(f"recipes/qwen_moe/{recipe}.json", given, load_plugins(), True)
-        return activation_settings(Layout(plan.model, plan.parallel), plan.train.profile.entropy).keeps_expert_rows
+        return activation_settings(Layout(plan.model, plan.parallel), plan.train.profile).keeps_expert_rows
 
     data = "--parallel={}"
     pipeline = '--parallel={"pipeline_parallel_degree": 2}'
@@ -119,7 +119,7 @@ def test_a_rank_has_a_row_for_each_choice_of_its_tokens() -> None:
             words = ["--launch.num_devices=2", parallel, "--train.micro_batch_size=2", *mode]
             plan = plan_run("recipes/qwen_moe/pretrain.json", words, load_plugins(), True)
             assert any("all data ranks" in note for note in notes(plan.model, plan.parallel)) == (ep > 1)
-            settings = activation_settings(Layout(plan.model, plan.parallel), plan.train.profile.entropy)
+            settings = activation_settings(Layout(plan.model, plan.parallel), plan.train.profile)
             batch = full_micro_batch(plan.model, plan.data, plan.parallel, plan.train)
             mixture = next(layer.mlp for layer in shape_spec_of(plan.model).layers if isinstance(layer.mlp, MoE))
             kept[tp, ep, mode is STEP] = _expert_rows(mixture, batch, settings) / (batch.tokens * mixture.chosen)

@@ -16,6 +16,7 @@ SUMS = {
     "sft": "loss tokens/likely tokens/accuracy",
     "lora": "loss tokens/likely tokens/accuracy",
     "pretrain": "loss",
+    "gkd": "loss",
     "dpo": "loss logps/chosen logps/rejected rewards/chosen rewards/rejected rewards/margin rewards/accuracy",
     "rm": "loss rewards/chosen rewards/rejected rewards/margin rewards/accuracy",
     "kto": "loss kl rewards/desirable rewards/undesirable",

@@ -1,0 +1,55 @@
+"""The recipe section of the stage `gkd`. Imports no Paddle."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Le
+
+from llmsuite.contract.schema.numbers import NonNegativeFloat, PositiveFloat
+from llmsuite.contract.schema.section import Section
+from llmsuite.contract.specs import StageProfile, TeacherProfile
+from llmsuite.stages.eval_metrics import loss_metrics
+
+
+@dataclasses.dataclass(kw_only=True)
+class GkdSection(Section):
+    """Generalised knowledge distillation: trains on the distributions of a teacher over the tokens of the assistant's
+    turns in the data (Agarwal et al. 2023, arXiv 2306.13649, with no answers of the student's own)."""
+
+    teacher: str | None = None
+    """The teacher: a model directory, a run, or a name on a hub, of any family and size, with the tokens of the
+    model."""
+    teacher_preset: str | None = None
+    """Published shape of the teacher, by which a recipe is checked and planned without its weights. Without `teacher`
+    the teacher has random values, for tests."""
+    teacher_config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Fields of the teacher's shape, as in `model.config`, in addition to those of the preset."""
+    teacher_precision: Literal["fp32", "bf16", "fp16"] | None = None
+    """Precision of the teacher's parameters and activations. Default: engine.precision."""
+    beta: Annotated[float, Ge(0), Le(1)] = 0.5
+    """Weight of the teacher in the mixture with which both distributions are compared, in the generalised
+    Jensen-Shannon divergence. 0: the divergence KL(teacher || model); 1: KL(model || teacher)."""
+    temperature: PositiveFloat = 1.0
+    """Logits of both models are divided by it before they are compared."""
+    sft_weight: NonNegativeFloat = 0.0
+    """Weight of an SFT term: the negative log-probability of the tokens in the data, at temperature 1."""
+    truncate: bool = False
+    """Truncate conversations to data.max_length tokens instead of dropping them. Either is counted and reported."""
+
+    def profile(self) -> StageProfile:
+        sums = ("divergence", "nll") if self.sft_weight else ()
+        return StageProfile(
+            sums=sums,
+            teacher=TeacherProfile(
+                key="gkd.teacher",
+                weights=self.teacher,
+                preset=self.teacher_preset,
+                config=self.teacher_config,
+                precision=self.teacher_precision,
+                has_mixture=0 < self.beta < 1,
+                with_nll=self.sft_weight > 0,
+            ),
+            evaluates=loss_metrics(),
+        )
