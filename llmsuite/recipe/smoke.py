@@ -73,6 +73,7 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
         **_small_sizes(recipe),
         "train.eval_steps": REMOVE,
         "train.early_stopping": REMOVE,
+        "train.loss_watchdog": REMOVE,
         "checkpoint.save_steps": 4,
         **_launch(recipe, tp * pp * data),
         **_of_stage(loaded, stage),
