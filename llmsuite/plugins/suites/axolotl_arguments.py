@@ -99,6 +99,7 @@ IGNORED: Mapping[str, str] = {
     "tokenizer_*": "there is one kind of tokenizer",
     "is_*_derived_model": "the family determines it",
     "strict": "unknown keys are errors",
+    "eta_min": "Axolotl does not read it; nearest key: train.min_lr_ratio",
     "plugins": "the device backend chooses its fused kernels",
     "liger_*": "the device backend chooses its fused kernels; nearest key: engine.loss_chunk_tokens",
     "cut_cross_entropy": "the device backend chooses its fused kernels; nearest key: engine.loss_chunk_tokens",
