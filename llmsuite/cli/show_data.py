@@ -136,7 +136,7 @@ def _print_stats(stats: FileStats, data: DataSection, train: TrainSection) -> No
             size = f"_tokens {train.micro_batch_tokens}"
         print(f"  padding    {stats.padding:.1%} with train.micro_batch{size}")
     if stats.packed is not None:
-        is_packed = data.packing == "best_fit"
+        is_packed = data.packing != "none"
         how = "with data.packing best_fit"
         if is_packed:
             how = "as configured"

@@ -58,3 +58,15 @@ def encode_continuations(
     for i, ids in zip(left, encode([texts[i] for i in left])):
         found[i] = ids
     return [ids for ids in found if ids is not None]
+
+
+def encode_apart(texts: Sequence[str], tokenizer: TextTokenizer, encode: Encode) -> list[list[int]]:
+    """Encode texts, each for itself, as transformers 5 does. Its class LlamaTokenizer puts a space in front of a text
+    only where it has none, whatever tokenizer.json says."""
+    if not tokenizer.prepends_space:
+        return encode(texts)
+    ids = encode([text.removeprefix(" ") for text in texts])
+    for i, text in enumerate(texts):
+        if text == " ":
+            ids[i] = [tokenizer.token_id("▁")]
+    return ids

@@ -14,23 +14,69 @@ _CHUNK = 1 << 16
 
 
 def pack_samples(
-    samples: Sequence[Any], measure: LengthFunction, capacity: int, join: Callable[[Sequence[Any]], S]
+    samples: Sequence[Any],
+    measure: LengthFunction,
+    capacity: int,
+    join: Callable[[Sequence[Any]], S],
+    first_fit_order: np.random.Generator | None = None,
 ) -> tuple[PackedSamples[S], float]:
-    """Join samples by `best_fit`, so that no row of a pack takes more than `capacity` positions.
+    """Join samples by `best_fit` or `first_fit`, so that no row of a pack takes more than `capacity` positions.
 
     Args:
         samples: to pack; each fits.
         measure: returns the positions that the rows of each sample take, [samples, rows of each].
         capacity: positions of a row.
         join: makes one sample of several.
+        first_fit_order: shuffles the samples for `first_fit`, which counts the last token of each too, that is only a
+            target; None for `best_fit`.
 
     Returns:
         The packs, and the used part of their rows, from 0 to 1.
     """
     lengths = lengths_of(samples, measure)
     assert lengths is not None
-    packs = PackedSamples(samples, best_fit(lengths.max(1), capacity), join)
+    groups: Sequence[np.ndarray] = best_fit(lengths.max(1), capacity)
+    if first_fit_order is not None:
+        order = first_fit_order.permutation(len(lengths))
+        groups = [order[pack] for pack in first_fit(np.minimum(lengths.max(1)[order] + 1, capacity), capacity)]
+    packs = PackedSamples(samples, groups, join)
     return packs, float(lengths.sum() / (lengths.shape[1] * len(packs) * capacity))
+
+
+_GROUP = 100_000
+_MOST_SAMPLES = 200
+
+
+def first_fit(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[np.ndarray]:
+    """Put every sample into a pack in their order, each into the first one with room, as `pack_group` of Axolotl's
+    multipack sampler: a pack has at most 200 samples, all of the same 100,000.
+
+    Args:
+        lengths: of the samples, from 1 to `capacity`.
+        capacity: of a pack.
+
+    Returns:
+        Numbers of the samples of each pack, in the order in which the packs were opened.
+    """
+    sizes = np.asarray(lengths, dtype="int64")
+    assert not len(sizes) or 0 < sizes.min() <= sizes.max() <= capacity, (lengths, capacity)
+    packs: list[list[int]] = []
+    for begin in range(0, len(sizes), _GROUP):
+        opened = len(packs)
+        room = np.zeros(min(_GROUP, len(sizes) - begin), "int64")
+        for sample in range(begin, min(begin + _GROUP, len(sizes))):
+            size = int(sizes[sample])
+            fits = room[: len(packs) - opened] >= size
+            at = int(fits.argmax()) if len(fits) else 0
+            if not len(fits) or not fits[at]:
+                at = len(fits)
+                packs.append([])
+                room[at] = capacity
+            packs[opened + at].append(sample)
+            room[at] -= size
+            if len(packs[opened + at]) == _MOST_SAMPLES:
+                room[at] = 0
+    return [np.array(pack) for pack in packs]
 
 
 class Groups(Sequence[np.ndarray]):

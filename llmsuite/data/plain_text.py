@@ -72,10 +72,11 @@ def text_template_format(given: str) -> DataFormat:
                 break
         last = [found for found in PARTS.finditer(source) if found[1] is not None][-1]
         prompt = _filled(source[: last.start()], row)
+        answer = _filled(source[last.start() :], row)
         # without a last field there is nothing to learn, whatever the template writes after it
-        if not _value(row[last[1]], last[1]).strip():
-            return plain_conversation(prompt, "")
-        return plain_conversation(prompt, _filled(source[last.start() :], row))
+        if source[last.end() :] and not _value(row[last[1]], last[1]).strip():
+            answer = ""
+        return plain_conversation(prompt, answer)
 
     return DataFormat(
         name=_FORMAT,

@@ -90,6 +90,43 @@ def ms_swift_rows(
     return training, held_out
 
 
+def axolotl_rows(
+    usable: Sequence[np.ndarray], sizes: Sequence[int], holdout: float, seed: int
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Choose rows of several files as Axolotl does: the rows of all files are shuffled, those that are too long are
+    dropped, and the last ones are held out.
+
+    The order is that of `datasets.Dataset.shuffle(seed)`, of all rows one file after the other. It does not depend on
+    which rows are dropped.
+
+    Args:
+        usable: for each file, the numbers of the rows that are not dropped.
+        sizes: number of rows of each file.
+        holdout: `val_set_size`: a share of the rows that are left, rounded up, or a number of rows.
+        seed: of the order.
+
+    Returns:
+        For each file, the numbers of its rows for training, and of those that are held out.
+
+    Raises:
+        UserError: no row would be left for training.
+    """
+    is_usable = np.zeros(sum(sizes), bool)
+    first = 0
+    for numbers, size in zip(usable, sizes):
+        is_usable[first + numbers] = True
+        first += size
+    order = np.random.default_rng(seed).permutation(len(is_usable))
+    rows = order[is_usable[order]]
+    count = holdout if isinstance(holdout, int) else math.ceil(holdout * len(rows))
+    if count >= len(rows):
+        raise UserError(
+            f"data.holdout: is {holdout}, which leaves none of the {len(rows)} usable rows for training; lower it"
+        )
+    border = len(rows) - count
+    return rows_of_files(rows[:border], sizes), rows_of_files(rows[border:], sizes)
+
+
 def _as_many(rows: np.ndarray, count: int, stream: np.random.RandomState) -> np.ndarray:
     """Return `count` of the rows: all of them as often as possible, then some random ones."""
     times, rest = divmod(count, len(rows))

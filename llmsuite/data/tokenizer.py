@@ -200,7 +200,7 @@ class TextTokenizer:
         Raises:
             UserError: the tokens to add are not known.
         """
-        prefix, suffix = self._affixes
+        prefix, suffix = self.affixes
         found = list(ids)
         if found[: len(prefix)] != prefix:
             found = [*prefix, *found]
@@ -209,7 +209,13 @@ class TextTokenizer:
         return [*found, *suffix]
 
     @functools.cached_property
-    def _affixes(self) -> tuple[list[int], list[int]]:
+    def prepends_space(self) -> bool:
+        """True where tokenizer.json puts a space in front of each text, as those of Llama 2 and Mistral do. The class
+        LlamaTokenizer of transformers 5 does so only where the text has none."""
+        return self._fast is not None and "Prepend" in repr(self._fast.normalizer)
+
+    @functools.cached_property
+    def affixes(self) -> tuple[list[int], list[int]]:
         """Ids that are added before and after a text."""
         if self._fast:
             with self._panics():

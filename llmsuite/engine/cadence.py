@@ -6,12 +6,20 @@ import dataclasses
 import math
 from typing import Literal
 
+from llmsuite.contract.schema.recipe import TrainSection
 from llmsuite.recipe.plans import TrainPlan
 
 
 def total_steps(max_steps: int | None, num_epochs: int | None, num_samples: int, global_batch_size: int) -> int:
     """Number of optimizer steps of a run with `num_samples` training samples an epoch."""
     return max_steps or math.ceil((num_epochs or 1) * num_samples / global_batch_size)
+
+
+def evaluation_interval(train: TrainSection, total: int) -> int | Literal["epoch"] | None:
+    """Return `train.eval_steps` in steps of a run with `total` steps."""
+    if isinstance(train.eval_steps, float):
+        return math.ceil(train.eval_steps * total)
+    return train.eval_steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +40,8 @@ class Cadence:
         # epochs follow each other without a gap, so only the last step may take samples beyond the last epoch
         total = total_steps(train.max_steps, train.num_epochs, num_samples, train.global_batch_size)
         save = train_plan.checkpoint.save_steps
-        return cls(total, train.global_batch_size, train.log_steps, train.eval_steps, save, num_samples)
+        every = evaluation_interval(train, total)
+        return cls(total, train.global_batch_size, train.log_steps, every, save, num_samples)
 
     def logs(self, step: int) -> bool:
         """Return True if the metrics of a step are recorded."""

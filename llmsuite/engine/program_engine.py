@@ -125,7 +125,7 @@ class ProgramEngine(TrainEngine):
         )
         self._programs = StepPrograms(_layout(built, parallel_plan), optimizer, loss, options)
         self._multiple = parallel_plan.length_multiple
-        self._longest = longest_row(data_plan.section.max_length, self._multiple)
+        self._longest = longest_row(data_plan.section.longest_sample, self._multiple)
 
     def step(
         self, step: int, batches: MicroBatchLoader, requests: Mapping[str, bool], is_logged: bool = True

@@ -19,7 +19,7 @@ from llmsuite.data.faults import Faults
 from llmsuite.data.mixture import Mixture, find_mixture_file
 from llmsuite.data.packing import pack_samples
 from llmsuite.data.read import Rows, read_rows
-from llmsuite.data.row_choice import held_out_rows, ms_swift_rows, rows_of_files, sampled_rows
+from llmsuite.data.row_choice import axolotl_rows, held_out_rows, ms_swift_rows, rows_of_files, sampled_rows
 from llmsuite.engine.drop_counts import DropCounts
 from llmsuite.engine.row_samples import OpenRows, RowsInMemory, RowsOnDisk, SampleMaker, column_rules
 
@@ -103,8 +103,8 @@ class RowReader(SampleReader[S]):
         data = self.stage.context.data
         if data.sample is None and data.holdout is None:
             return [FilePart(path, self.read(path), self.counts[path]) for path in files], []
-        opened = [self._open(path) for path in files]
-        of_training, of_evaluation = self.choose_rows([rows.num_rows for rows in opened])
+        opened = [self.open_rows(path) for path in files]
+        of_training, of_evaluation = self.choose_rows(opened)
         parts = list[FilePart[S]]()
         held_out = list[FilePart[S]]()
         for path, rows, for_training, for_evaluation in zip(files, opened, of_training, of_evaluation):
@@ -123,11 +123,11 @@ class RowReader(SampleReader[S]):
             )
         return parts, [part for part in held_out if len(part.samples)]
 
-    def choose_rows(self, sizes: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    def choose_rows(self, opened: Sequence[OpenRows]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Choose rows as `data.sample`, `data.holdout` and `data.choice` say.
 
         Args:
-            sizes: number of rows of `data.train`, and of each file of `data.mix`.
+            opened: rows of `data.train`, and of each file of `data.mix`.
 
         Returns:
             For each file, the numbers of its rows for training, and of those that are held out.
@@ -136,8 +136,11 @@ class RowReader(SampleReader[S]):
         data = context.data
         names = ["data.train", *data.mix]
         counts = data.sample_sizes()
+        sizes = [rows.num_rows for rows in opened]
         if data.choice == "ms-swift":
             return ms_swift_rows(sizes, counts, data.holdout, context.seed, names)
+        if data.choice == "axolotl" and data.holdout is not None:
+            return axolotl_rows([rows.usable() for rows in opened], sizes, data.holdout, context.seed)
         # rows of all files, numbered one file after the other, as datasets.concatenate_datasets does
         files = []
         first = 0
@@ -168,12 +171,13 @@ class RowReader(SampleReader[S]):
 
         Raises UserError with the file and line of every fault, or when no row is usable.
         """
-        rows = self._open(path)
+        rows = self.open_rows(path)
         part = self._part(path, rows, None, "", rows.faults)
         self.counts[path] = part.counts
         return part.samples
 
-    def _open(self, path: Path) -> OpenRows:
+    def open_rows(self, path: Path) -> OpenRows:
+        """Open a file of rows, of which samples are made later. Raises UserError for faulty rows."""
         if self.stage.row_by_row and is_large(path):
             return RowsOnDisk(self, path)
         return RowsInMemory(self, path)
@@ -254,7 +258,11 @@ class PackingReader(RowReader[S]):
 
     def arrange(self, samples: Sequence[S], path: Path) -> Sequence[S]:
         """Return packs of the samples of a file."""
-        packs, filled = pack_samples(samples, self.stage.row_lengths, self._max_length, self._join)
-        self.stage.context.report(f"{path}: packed into {len(packs)} samples, which are {filled:.1%} full")
+        context = self.stage.context
+        order = None
+        if context.data.packing == "first_fit":
+            order = np.random.default_rng(context.seed)
+        packs, filled = pack_samples(samples, self.stage.row_lengths, self._max_length, self._join, order)
+        context.report(f"{path}: packed into {len(packs)} samples, which are {filled:.1%} full")
         self.max_pack_size = max(self.max_pack_size, packs.max_pack_size)
         return packs

@@ -109,6 +109,9 @@ class OpenRows(Protocol):
     faults: Faults
     """Faults of the other rows."""
 
+    def usable(self) -> np.ndarray:
+        """Return the numbers of the rows that have a sample, in ascending order."""
+
     def samples(self, numbers: np.ndarray | None, part: str, faults: Faults) -> LoadedSamples:
         """Make samples of rows.
 
@@ -145,6 +148,12 @@ class RowsInMemory:
         self._rows = reader.read_rows(path)
         self.num_rows = len(self._rows)
         self.faults = self._rows.faults
+
+    def usable(self) -> np.ndarray:
+        counts = DropCounts(self._path, self.num_rows, places=self._rows.places, faults=Faults("skip"))
+        samples = self._stage.make_samples(self._rows, counts)
+        found = kept_rows(self._stage, self.num_rows, len(samples), counts)
+        return np.unique(np.array(found, "int64"))
 
     def samples(self, numbers: np.ndarray | None, part: str, faults: Faults) -> LoadedSamples:
         stage = self._stage
@@ -210,6 +219,9 @@ class RowsOnDisk:
         self._is_reported = False
         self.num_rows = self._counts.read
         self.faults = Faults.from_json(note["unread_faults"], path)
+
+    def usable(self) -> np.ndarray:
+        return np.unique(self._numbers)
 
     def samples(self, numbers: np.ndarray | None, part: str, faults: Faults) -> LoadedSamples:
         if numbers is None:
@@ -378,16 +390,7 @@ class _CachePass:
         row the position of the reason why it has none, or -1."""
         counts = DropCounts(self._path, len(rows), places=names, faults=self._counts.faults)
         samples = self._stage.make_samples(rows, counts)
-        kept = counts.sample_rows
-        if kept is None:
-            kept = [number for number in range(len(rows)) if number not in counts.dropped_rows]
-        if len(kept) != len(samples):
-            name = f"{type(self._stage).__module__}.{type(self._stage).__name__}"
-            raise UserError(
-                f"{name}: returned {len(samples)} samples of {len(rows)} rows and has named "
-                f"{len(counts.dropped_rows)} that it drops; with `row_by_row`, `make_samples` has to call "
-                "`counts.drop(reason, number)` for each"
-            )
+        kept = kept_rows(self._stage, len(rows), len(samples), counts)
         self._counts.add_samples(counts)
         for name, row in zip(names, rows):
             if token := self._control.find_in_turns(turns_of(row)):
@@ -406,6 +409,30 @@ class _CachePass:
                 self._bad[reason] += 1
             outcomes[number] = self._reasons.setdefault((is_fault, reason), len(self._reasons))
         return outcomes
+
+
+def kept_rows(stage: SampleMaker[Any], num_rows: int, num_samples: int, counts: DropCounts) -> list[int]:
+    """Return the number of the row of each sample.
+
+    Args:
+        stage: made the samples.
+        num_rows: number of rows that it received.
+        num_samples: number of samples that it made of them.
+        counts: of these rows, with those that it dropped.
+
+    Raises:
+        UserError: the stage did not name each row that it dropped.
+    """
+    kept = counts.sample_rows
+    if kept is None:
+        kept = [number for number in range(num_rows) if number not in counts.dropped_rows]
+    if len(kept) != num_samples:
+        name = f"{type(stage).__module__}.{type(stage).__name__}"
+        raise UserError(
+            f"{name}: returned {num_samples} samples of {num_rows} rows and has named {len(counts.dropped_rows)} that "
+            "it drops; with `row_by_row`, `make_samples` has to call `counts.drop(reason, number)` for each"
+        )
+    return kept
 
 
 def _parts(numbers: Sequence[int]) -> list[int]:
@@ -447,7 +474,7 @@ def _name(reader: ReaderOfRows, path: Path) -> str:
 
 
 _USED_LATER = (
-    *("packing", "shuffle", "drop_last", "group_by_length", "collator", "num_workers"),
+    *("packing", "pack_length", "shuffle", "drop_last", "group_by_length", "collator", "num_workers"),
     *("sample", "holdout", "choice"),
 )
 """Keys of the section `data` that do not change the sample of a row."""

@@ -38,6 +38,7 @@ from llmsuite.engine.guard import Guard
 from llmsuite.engine.local_storage import claim_directory, find_local_storage
 from llmsuite.engine.lora_ga import GradientInit, init_from_gradients
 from llmsuite.engine.loss_scale import LossScale, NoLossScale
+from llmsuite.engine.loss_watchdog import LossWatchdog
 from llmsuite.engine.model_state import FullModelState, needed_tensors
 from llmsuite.engine.output import NullOutput, Output
 from llmsuite.engine.passes import MicroBatchLoader, Passes
@@ -133,6 +134,7 @@ class Trainer:
         self._num_workers = plan.data.section.num_workers
         self._eval_batches = [found.micro_batches(mesh, train.micro_batch_size) for found in data.evaluations]
         self.early_stopping = _early_stopping(plan.train)
+        self.loss_watchdog = LossWatchdog.from_section(train.loss_watchdog)
 
         # model
         if plan.model.shard_plan.is_auto_parallel:
@@ -198,6 +200,7 @@ class Trainer:
         self.checkpointer.resume(state.step)
         self.engine.load_state_dict(state)
         self.early_stopping.load_state(state.early_stopping)
+        self.loss_watchdog.load_state(state.loss_watchdog)
         if isinstance(self.data.stage, StatefulStage):
             self.data.stage.load_state(state.stage)
         if self.rollouts is not None:
@@ -210,7 +213,7 @@ class Trainer:
         total_steps = self.cadence.total_steps
         lacks_evaluation, lacks_end = self._unfinished()
         if self._is_over and not lacks_evaluation and not lacks_end:
-            why = f", {self.early_stopping.reason}" if self.step < total_steps else ""
+            why = f", {self._early_reason}" if self.step < total_steps else ""
             report(f"nothing to do: step {self.step} of {total_steps} is done{why}")
             return 0
         with StopRequest(lambda: self.output.interrupted()) as stop:
@@ -231,14 +234,24 @@ class Trainer:
                     self.checkpointer.abort(error)
                 self.output.failed(error)
                 raise
-        is_early = self.step < total_steps and self.early_stopping.is_over
-        self.output.ended(self.step, self.early_stopping.reason if is_early else "")
+        is_early = self.step < total_steps and self._is_over
+        self.output.ended(self.step, self._early_reason if is_early else "")
         return 0 if self._is_over else INTERRUPTED
 
     @property
     def _is_over(self) -> bool:
-        """True where no step is left, or early stopping ends the run."""
-        return self.step == self.cadence.total_steps or self.early_stopping.is_over
+        """True where no step is left, or early stopping or the loss watchdog ends the run."""
+        return self.step == self.cadence.total_steps or self._is_early
+
+    @property
+    def _is_early(self) -> bool:
+        """True where early stopping or the loss watchdog ends the run."""
+        return self.early_stopping.is_over or self.loss_watchdog.is_over
+
+    @property
+    def _early_reason(self) -> str:
+        """The reason why the run ends before its last step, for a message."""
+        return self.loss_watchdog.reason if self.loss_watchdog.is_over else self.early_stopping.reason
 
     def _unfinished(self) -> tuple[bool, bool]:
         """Return two flags of a resumed run: it lacks the evaluation after the step of its checkpoint, and it lacks the
@@ -292,6 +305,7 @@ class Trainer:
                         break
                     continue
 
+                self.loss_watchdog.step_ended(metrics.get("loss", 0.0), self._evaluates())
                 self.log(metrics, stopping or cadence.logs(self.step))
                 paused = time.perf_counter()
                 if stopping or saving or cadence.saves(self.step):
@@ -301,7 +315,7 @@ class Trainer:
                     break
                 if self._evaluates():
                     self.evaluate()
-                if self.early_stopping.is_over:
+                if self._is_early:
                     self.save(overlaps=False)
                 self.window.exclude(time.perf_counter() - paused)
             self.checkpointer.finish()  # inside the context, where another signal still stops the run immediately
@@ -418,6 +432,7 @@ class Trainer:
             stage=stage_state,
             rollouts=rollout_state,
             early_stopping=self.early_stopping.state(),
+            loss_watchdog=self.loss_watchdog.state(),
             **self.engine.state_dict(),
         )
 
@@ -430,6 +445,7 @@ class Trainer:
             kept = load_all(readable, self.plan.model, self.registry, self.built, self.engine.optimizer)
         self.engine.roll_back(kept)
         self.early_stopping.rewind(kept.step)
+        self.loss_watchdog.load_state(kept.loss_watchdog)
         self.output.rolled_back(self.step, kept.step)
         self.step = kept.step
         self.window.reset()

@@ -29,6 +29,7 @@ class Schedule:
     decay_type: str | None = None
     warmup_ratio: float = 0.0
     warmup_steps: int | None = None
+    warmup_rounding: str = "up"
     warmup_from_zero: bool = False
     min_lr_ratio: float = 0.0
 
@@ -62,6 +63,9 @@ class LearningRate:
         self._floor = train.min_lr_ratio
         # rounded first: 0.07 * 100 is a little more than 7
         by_ratio = math.ceil(round(train.warmup_ratio * total_steps, 6))
+        if train.warmup_rounding == "axolotl":
+            by_ratio = int(train.warmup_ratio * total_steps)
+            by_ratio = 2 if by_ratio == 1 else by_ratio
         self.warmup_steps = by_ratio if train.warmup_steps is None else train.warmup_steps
         self._from_zero = train.warmup_from_zero
         schedule = train.lr_schedule

@@ -189,7 +189,7 @@ def full_micro_batch(
 ) -> MicroBatch:
     """A micro-batch without padding in which every position is supervised: the largest that a run can have."""
     train = train_plan.section
-    length = longest_row(data_plan.section.max_length, parallel_plan.length_multiple)
+    length = longest_row(data_plan.section.longest_sample, parallel_plan.length_multiple)
     rows = train.micro_batch_size * train_plan.rows_per_sample
     if train.micro_batch_tokens is not None:
         rows = max(1, train.micro_batch_tokens // length)

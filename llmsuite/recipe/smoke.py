@@ -75,6 +75,7 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
         **_teacher(recipe, stage, shape),
         "train.eval_steps": REMOVE,
         "train.early_stopping": REMOVE,
+        "train.loss_watchdog": REMOVE,
         "checkpoint.save_steps": 4,
         **_launch(recipe, tp * pp * data),
         **_of_stage(loaded, stage),

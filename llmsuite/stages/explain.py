@@ -112,12 +112,14 @@ def use_of(stage: Stage[Any], path: Path, number: int) -> str | None:
     if not isinstance(reader, RowReader) or (data.sample is None and data.holdout is None):
         return None
     files = [path, *reader.mixed_files().values()]
-    train, held_out = reader.choose_rows([len(reader.read_rows(file)) for file in files])
+    train, held_out = reader.choose_rows([reader.open_rows(file) for file in files])
     if number - 1 in held_out[0]:
         return f"is held out for evaluation by data.holdout {data.holdout}"
     times = int((train[0] == number - 1).sum())
     if times:
         return f"is trained on {times} times in an epoch" if times > 1 else "is trained on"
+    if data.sample is None:
+        return "is not used: it is dropped before rows are held out"
     return f"is not used: it is not among the rows of data.sample {data.sample_sizes()[0]}"
 
 

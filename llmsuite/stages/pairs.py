@@ -53,11 +53,11 @@ class PairStage(Stage["Pair | Pairs"]):
     def __init__(self, section: Any, context: StageContext):
         super().__init__(section, context)
         self._max_length = context.data.max_length
-        self._is_packed = context.data.packing == "best_fit"
+        self._is_packed = context.data.packing != "none"
         self._ranked_pairs = context.data.ranked_pairs
         self._template = context.template()
         if self._is_packed:
-            self.reader = PackingReader(self, self._max_length, join)
+            self.reader = PackingReader(self, context.data.longest_sample, join)
 
     def make_samples(self, rows: Sequence[Preference | Ranking], counts: DropCounts) -> list[Pair]:
         """Pairs whose answers differ and fit. Nothing is truncated: the model would not learn to end a truncated

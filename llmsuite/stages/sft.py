@@ -16,6 +16,7 @@ import numpy as np
 
 from llmsuite.base.errors import UserError
 from llmsuite.data.chat_template import ChatTemplate
+from llmsuite.data.encoding import encode_apart
 from llmsuite.data.plain_text import plain_texts
 from llmsuite.data.render_checks import has_answers
 from llmsuite.data.rows import Conversation
@@ -61,12 +62,20 @@ class SftStage(GeneratingStage[WeightedTokens]):
         super().__init__(section, context)
         self._truncate = section.truncate
         self._max_length = context.data.max_length
-        self._is_packed = context.data.packing == "best_fit"
+        self._is_packed = context.data.packing != "none"
+        self._answers_apart = context.data.answer_tokens == "apart"
         self._supervises_thoughts = context.data.supervise_thoughts
         self._mtp_weight = context.train.mtp_loss_weight
         self._has_prompt_lengths = context.reft.rank is not None
         if self._is_packed:
-            self.reader = PackingReader(self, self._max_length, language_model.join)
+            self.reader = PackingReader(self, context.data.longest_sample, language_model.join)
+
+    @functools.cached_property
+    def _bos_id(self) -> int | None:
+        """Id of the begin token; None where the tokenizer has none."""
+        tokenizer = self.context.tokenizer
+        bos = tokenizer.special_tokens.get("bos_token")
+        return None if bos is None else tokenizer.token_id(bos)
 
     @functools.cached_property
     def _template(self) -> ChatTemplate:
@@ -84,7 +93,7 @@ class SftStage(GeneratingStage[WeightedTokens]):
                 counts.forgetful += rendered[-1].is_forgetful
             except UserError as error:
                 counts.bad(number, str(error))
-        encoded = iter(self.context.encode_answers([texts for each in rendered for texts in each.turns]))
+        encoded = iter(self._encoded([texts for each in rendered for texts in each.turns]))
         thoughts = [text for each in rendered for texts in each.thoughts for text in texts or ()]
         unsupervised = iter(self.context.encode(thoughts))
         samples = []
@@ -109,8 +118,18 @@ class SftStage(GeneratingStage[WeightedTokens]):
             return None
         return self._template.prerender_turns(filter(has_answers, turns))
 
+    def _encoded(self, texts: Sequence[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
+        """The token ids before each supervised turn and those of the turn, from `_Rendered.turns`."""
+        if not self._answers_apart:
+            return self.context.encode_answers(texts)
+        parts = [part for before, text in texts for part in (before, text[len(before) :])]
+        ids = encode_apart(parts, self.context.tokenizer, self.context.encode)
+        return list(zip(ids[::2], ids[1::2]))
+
     def _rendered(self, template: ChatTemplate | None, number: int, row: Conversation) -> _Rendered:
         """The texts of row `number`. Raises UserError when the template refuses it."""
+        if self._answers_apart and row.is_plain:
+            return _Rendered(number, row, [plain_texts(row)], [1.0], [])
         if not has_answers(row):
             return _Rendered(number, row, [], [], [])
         if row.is_plain:
@@ -138,6 +157,8 @@ class SftStage(GeneratingStage[WeightedTokens]):
         """
         if not parts:
             raise Unusable("with no supervised turn of the assistant, or an empty one")
+        if rendered.row.is_plain and self._answers_apart:
+            return self._apart(*parts[0])
         if rendered.row.is_plain:
             return self._plain(*parts[0])
         return _mask_thoughts(self._join(parts, rendered.weights), borders)
@@ -156,6 +177,25 @@ class SftStage(GeneratingStage[WeightedTokens]):
         weights[max(begin, 1) :] = 1
         if not weights.any():
             raise Unusable("with a single token (no token would predict it)")
+        return WeightedTokens(np.array(ids, dtype="int32"), weights)
+
+    def _apart(self, prompt: list[int], answer: list[int]) -> WeightedTokens:
+        """One sequence of two texts that are tokenized apart, as `InstructionPromptTokenizingStrategy` of Axolotl:
+        each with the special tokens that the tokenizer puts around a text and cut to `data.max_length`, the second one
+        without the begin token and with the end-of-sequence token. A row without an answer has only its prompt."""
+        eos = self.context.tokenizer.eos_id
+        prefix, suffix = self.context.tokenizer.affixes
+        ids = [*prefix, *prompt, *suffix][: self._max_length] if prompt else []
+        begin = len(ids)
+        if answer:
+            answer = [*prefix, *answer, *suffix][: self._max_length]
+            if answer[-1] != eos and len(answer) < self._max_length:
+                answer.append(eos)
+            ids += answer[1:] if answer[0] == self._bos_id else answer
+        if len(ids) < 2:
+            raise Unusable("with a single token (no token would predict it)")
+        weights = np.zeros(len(ids), dtype="float32")
+        weights[max(begin, 1) :] = 1
         return WeightedTokens(np.array(ids, dtype="int32"), weights)
 
     def _join(self, encoded: Sequence[tuple[list[int], list[int]]], turn_weights: Sequence[float]) -> WeightedTokens:
@@ -215,6 +255,8 @@ class SftStage(GeneratingStage[WeightedTokens]):
         for begin, end in itertools.pairwise([*sample.begins, len(sample.ids)]):
             ids = sample.ids[begin:end].tolist()
             (supervised,) = np.nonzero(sample.weights[begin:end])
+            if not len(supervised):
+                continue
             breaks = np.flatnonzero(np.diff(supervised) > 1)
             last_turn = breaks[-1] + 1 if len(breaks) else 0
             first = int(supervised[last_turn])

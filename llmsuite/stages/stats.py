@@ -161,9 +161,9 @@ def _packing(stage: Stage[Any], samples: Sequence[Any]) -> tuple[int, float] | N
     lengths = lengths_of(samples, stage.row_lengths)
     if lengths is None:
         return None
-    is_packed = data.packing == "best_fit"
+    is_packed = data.packing != "none"
     packs = len(samples) if is_packed else len(best_fit(lengths.max(1), data.max_length))
-    return packs, float(lengths.sum()) / (packs * lengths.shape[1] * data.max_length)
+    return packs, float(lengths.sum()) / (packs * lengths.shape[1] * data.longest_sample)
 
 
 def histogram(lengths: np.ndarray, width: int = 50, num_bins: int = 16) -> list[str]:

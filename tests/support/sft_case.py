@@ -26,12 +26,10 @@ def make_stage(
     template: Any = "tokenizer",
     truncate: bool = False,
     report: Callable[[str], None] = lambda text: None,
-    packing: Any = "none",
-    on_bad_row: Any = "error",
-    supervise_thoughts: bool = True,
     tokenizer: TextTokenizer | None = None,
+    **data: Any,
 ) -> SftStage:
-    """`template` is a choice of the recipe, or a source."""
+    """`template` is a choice of the recipe, or a source; `data` has further keys of the section of that name."""
     tokenizer = tokenizer or TextTokenizer(DATA / "tokenizer")
 
     def load() -> ChatTemplate:
@@ -42,12 +40,7 @@ def make_stage(
     context = StageContext(
         stage_name="sft",
         data=DataSection(
-            train=str(DATA / "sft" / "train.jsonl"),
-            ignore_columns=["tasks"],
-            max_length=max_length,
-            packing=packing,
-            on_bad_row=on_bad_row,
-            supervise_thoughts=supervise_thoughts,
+            train=str(DATA / "sft" / "train.jsonl"), ignore_columns=["tasks"], max_length=max_length, **data
         ),
         train=dpo_case.train_section(),
         seed=42,
@@ -57,6 +50,7 @@ def make_stage(
         initial_digest=lambda: "model",
         length_multiple=1,
         report=report,
+        capabilities=frozenset({"plain_text"}),
     )
     return SftStage(SftSection(truncate=truncate), context)
 

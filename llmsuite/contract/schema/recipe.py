@@ -92,10 +92,11 @@ class DataSection(Section):
     """Use only this many random rows of train: the first of `numpy.random.RandomState(SEED).permutation(ROWS)` with the
     recipe's `seed`. Rows are held out of these. Or the number for several files of train and mix, such as
     {FILE: 500}. Other files, and those of eval, are used in full. null: all rows."""
-    choice: Literal["datasets", "ms-swift"] = "datasets"
+    choice: Literal["datasets", "ms-swift", "axolotl"] = "datasets"
     """Rule by which sample and holdout choose rows. datasets: as these keys say. ms-swift: as `#COUNT` and
     `split_dataset_ratio` of ms-swift with `data_seed` set to the recipe's `seed`: holdout is a share of each file, and
-    a sample of more rows than there are repeats rows."""
+    a sample of more rows than there are repeats rows. axolotl: as `val_set_size` of Axolotl: the last rows in the order
+    of `datasets.Dataset.shuffle(SEED)`, after those that are longer than max_length are dropped."""
     format: str = "auto"
     """Name of a registered data format (`llmsuite list formats` shows them), or "auto" to detect it from the first
     row."""
@@ -110,6 +111,10 @@ class DataSection(Section):
     """With stages sft and lora: text that the fields of a row are put into, in place of a chat template: "alpaca" (its
     own words, with and without an input), "completion" ("{prompt}{completion}"), or a text with fields in braces. From
     the last field on, the text is supervised. null: rows have a data format."""
+    answer_tokens: Literal["after_prompt", "apart"] = "after_prompt"
+    """With text_template: tokens of the supervised text. after_prompt: those that follow the tokens of the prompt.
+    apart: those of this text alone, as Axolotl makes them. Some tokenizers, such as that of Llama 2, then begin it with
+    a space. A row whose text is empty stays, without the end-of-sequence token, and trains nothing."""
     ranked_pairs: Literal["all", "best"] = "all"
     """With stages dpo and rm: pairs that are made of a row with ranked answers. all: each two with different scores;
     best: the best answer with each that has a lower score."""
@@ -141,10 +146,13 @@ class DataSection(Section):
     supervise_thoughts: bool = True
     """With stage sft: true: train on the thoughts of the supervised turns, where the chat template renders them. false:
     the thoughts are input only; what the template writes around them, such as `</think>`, is supervised."""
-    packing: Literal["none", "best_fit"] = "none"
-    """best_fit: pack rows into samples of up to max_length tokens, which avoids most padding. Tokens do not attend to
-    other rows, and positions restart with each row. Batch sizes and epochs then count packed samples. For the stages
-    sft, dpo and rm."""
+    packing: Literal["none", "best_fit", "first_fit"] = "none"
+    """Pack rows into samples of up to pack_length tokens, which avoids most padding. Tokens do not attend to other
+    rows, and positions restart with each row. Batch sizes and epochs then count packed samples. best_fit: the longest
+    row first, each where it leaves the least room. first_fit: rows in an order by `seed`, each into the first pack with
+    room, and at most 200 in a pack, as the multipack sampler of Axolotl. For the stages sft, dpo and rm."""
+    pack_length: PositiveInt | None = None
+    """With packing: tokens of a full pack. Default: max_length, the limit for each row."""
     shuffle: bool = True
     """true: shuffle in every epoch, seeded by `seed`. false: the order of the file; with packing, the order of the
     packed samples."""
@@ -170,6 +178,11 @@ class DataSection(Section):
         yield from self._evaluation_problems()
         yield from self._choice_problems()
 
+    @property
+    def longest_sample(self) -> int:
+        """Most tokens of a sample: of a row, or of a pack."""
+        return self.max_length if self.pack_length is None else self.pack_length
+
     def sample_sizes(self) -> list[int | None]:
         """Return the number of rows to sample from train, and from each file of mix; None for all rows."""
         if isinstance(self.sample, dict):
@@ -179,6 +192,10 @@ class DataSection(Section):
     def unused(self) -> Iterator[tuple[str, str]]:
         if self.sample is None and self.holdout is None:
             yield "choice", "has no effect without data.sample and data.holdout, which choose rows; remove it"
+        if self.text_template is None:
+            yield "answer_tokens", "has no effect without data.text_template; remove it"
+        if self.packing == "none":
+            yield "pack_length", "has no effect without data.packing; remove it"
         if self.text_template is not None:
             yield "format", "has no effect with data.text_template, which says what a row has; remove it"
         if self.text_template is not None or self.format == "text":
@@ -195,6 +212,13 @@ class DataSection(Section):
                     yield "sample", f"names {name}, which is no file of data.train or data.mix: {', '.join(files)}"
         if self.choice == "ms-swift" and isinstance(self.holdout, int):
             yield "holdout", "is a number of rows; with data.choice ms-swift it is a share of each file, such as 0.01"
+        if self.choice == "axolotl" and self.sample is not None:
+            yield "sample", "is set, and data.choice axolotl uses all rows; remove one of them"
+        if self.pack_length is not None and self.pack_length < self.max_length:
+            yield (
+                "pack_length",
+                f"is {self.pack_length}, and a row may have data.max_length {self.max_length}; raise it",
+            )
 
     def _evaluation_problems(self) -> Iterator[tuple[str, str]]:
         if isinstance(self.eval, str) and self.holdout is not None:
@@ -231,6 +255,21 @@ class EarlyStoppingSection(Section):
 
 
 @dataclasses.dataclass(kw_only=True)
+class LossWatchdogSection(Section):
+    """Loss watchdog: end the run when the loss stays too high, as in Axolotl."""
+
+    threshold: PositiveFloat | None = None
+    """End the run where the loss of several steps in a row is above this: after the step that follows them. A step
+    after which the model is evaluated does not count. null: no watchdog."""
+    patience: PositiveInt = 3
+    """Number of these steps."""
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        if self.threshold is None:
+            yield "patience", "has no effect while threshold is null; set that too, or remove it"
+
+
+@dataclasses.dataclass(kw_only=True)
 class TrainSection(Section):
     """Batch sizes, optimizer, learning-rate schedule and length of training."""
 
@@ -263,6 +302,9 @@ class TrainSection(Section):
     """Length of the warm-up, in which the learning rate rises to its peak, as a fraction of all steps."""
     warmup_steps: PositiveInt | None = None
     """Length of the warm-up in steps. Set either this or warmup_ratio."""
+    warmup_rounding: Literal["up", "axolotl"] = "up"
+    """With warmup_ratio: number of steps of the warm-up. up: the fraction of all steps, rounded up. axolotl: rounded
+    down, and 2 in place of 1, as in Axolotl."""
     warmup_from_zero: bool = False
     """true: step n of W warm-up steps has (n - 1) / W of the peak learning rate, as in transformers and PaddleNLP; the
     first step then has learning rate 0. false: n / W."""
@@ -299,10 +341,11 @@ class TrainSection(Section):
     """Weight of the multi-token prediction (MTP) loss: an additional layer predicts the token after the next one and is
     trained with the model (DeepSeek-V3, arXiv 2412.19437, section 2.2: 0.3, towards the end 0.1). 0: the MTP layer of
     the weights is not trained. For the stages pretrain, sft and lora, and models with num_nextn_predict_layers = 1."""
-    eval_steps: PositiveInt | Literal["epoch"] | None = None
-    """Interval of evaluations in steps, or "epoch" for the end of each epoch; the last step is always evaluated.
-    Default: the last step only."""
+    eval_steps: PositiveInt | Annotated[float, Gt(0), Lt(1)] | Literal["epoch"] | None = None
+    """Interval of evaluations in steps; below 1, as a fraction of all steps, rounded up as in transformers; or "epoch"
+    for the end of each epoch; the last step is always evaluated. Default: the last step only."""
     early_stopping: EarlyStoppingSection = dataclasses.field(default_factory=EarlyStoppingSection)
+    loss_watchdog: LossWatchdogSection = dataclasses.field(default_factory=LossWatchdogSection)
     log_steps: PositiveInt = 1
     """Interval in steps at which metrics are printed and recorded."""
 
@@ -329,6 +372,8 @@ class TrainSection(Section):
                 yield key, f"has no effect with lr_schedule {self.lr_schedule}; remove it or choose wsd"
         if self.warmup_steps is None and self.warmup_ratio == 0:
             yield "warmup_from_zero", "has no effect without a warm-up; set warmup_steps or warmup_ratio, or remove it"
+        if self.warmup_ratio == 0:
+            yield "warmup_rounding", "has no effect without warmup_ratio; set that too, or remove it"
         if self.spike_factor is None:
             yield "on_spike", "has no effect while spike_factor is null; set that too, or remove it"
         if self.on_nonfinite == "stop" and (self.spike_factor is None or self.on_spike == "stop"):

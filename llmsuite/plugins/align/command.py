@@ -39,6 +39,7 @@ _ONE_STEP = {
     "train.on_spike": REMOVE,
     "train.eval_steps": REMOVE,
     "train.early_stopping": REMOVE,
+    "train.loss_watchdog": REMOVE,
     "data.eval": REMOVE,
     "checkpoint": REMOVE,
     "loggers": REMOVE,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ _SEPARATING_KERNELS = (
     "flex_attention",
 )
 """Attention kernels with which packed rows do not attend to each other in Axolotl."""
+_MASKING_KERNELS = ("sdpa", "eager")
+"""Kernels with which a mask separates packed rows; a micro-batch then has several packs."""
 _ROW_KEYS = {
     "path", "type", "name", "split", "data_files", "ds_type", "field_messages", "message_property_mappings",
     "message_field_role", "message_field_content", "chat_template", "roles_to_train", "train_on_eos",
@@ -41,6 +45,14 @@ _DATA_SETS = Kind(
 """Kind of `datasets`. A `type` that is a mapping defines custom prompts, which are refused."""
 _LENGTH = 512
 """Default of `sequence_len`."""
+_TEXTS = {"alpaca": "alpaca"}
+"""Types of rows that become a text -> `data.text_template`."""
+_OWN_TOKENS = (
+    (r"codellama/|llama-2-|open_llama|tinyllama|mistral-7b-v0\.1", ("<s>", "</s>", "<unk>")),
+    (r"llama-3[^/]*instruct", ("<|begin_of_text|>", "<|eot_id|>", None)),
+    (r"llama-3", ("<|begin_of_text|>", "<|end_of_text|>", None)),
+)
+"""Names of models -> the begin, end and unknown token of their tokenizers; the first match counts."""
 _RENAMED = {
     "per_device_train_batch_size": "micro_batch_size", "num_train_epochs": "num_epochs",
     "lr_scheduler_type": "lr_scheduler", "optim": "optimizer",
@@ -69,6 +81,7 @@ def _stage(values: Mapping[str, Any], name: str, requested: str | None) -> str:
 
 def _recipe(run: Run) -> dict[str, Any]:
     adapter = run.take("adapter")
+    _read_batch(run)
     four = run.flag("load_in_4bit")
     eight = run.flag("load_in_8bit")
     precision = _precision(run)
@@ -90,16 +103,25 @@ def _recipe(run: Run) -> dict[str, Any]:
         "launch": trainer.launch(run),
     }
     _read_rate(run)
+    if "packing" in recipe["data"]:
+        defaults = dataclasses.replace(defaults, ends_smaller=False)
     recipe["train"] = trainer.train(run, recipe["launch"], parallel, defaults)
+    recipe["train"] |= _watch_loss(run)
+    if "warmup_ratio" in recipe["train"] and is_on(run.given("warmup_ratio")):
+        recipe["train"]["warmup_rounding"] = "axolotl"
     share = run.number("cosine_min_lr_ratio", None)
     if share:
         recipe["train"]["min_lr_ratio"] = float(share)
-    if "eval" in recipe["data"] and not _evaluates(run, recipe["train"]):
-        recipe["data"].pop("eval")
+    has_rows = "eval" in recipe["data"] or "holdout" in recipe["data"]
+    has_eval = has_rows and _evaluates(run, recipe["train"])
+    if not has_eval:
+        recipe["data"].pop("eval", None)
     if is_on(adapter):
         recipe["lora"] = _lora(run, str(adapter), four, eight)
-    recipe["checkpoint"] = _checkpoint(run, "eval" in recipe["data"], defaults)
+    recipe["checkpoint"] = _checkpoint(run, has_eval, defaults)
     trainer.early_stopping(run, "early_stopping_patience", recipe)
+    if "early_stopping" in recipe["train"]:
+        run.note("train.early_stopping: Axolotl also evaluates before the first step, as the first value to improve on")
     recipe |= trainer.ends(run)
     return {key: value for key, value in recipe.items() if value != {}}
 
@@ -124,6 +146,20 @@ def _read_rate(run: Run) -> None:
             raise UserError(f"{run.name}: learning_rate is {rate!r}; expected a number") from error
     if run.given("warmup_steps") is None and run.given("warmup_ratio") is None:
         run.refuse("warmup_steps", "not given", "it is 0.03 of all steps and at most 100; set warmup_steps")
+    if run.given("warmup_steps") == 1:
+        run.left["warmup_steps"] = 2
+        run.note("train.warmup_steps: 2, as Axolotl sets it in place of 1")
+
+
+def _read_batch(run: Run) -> None:
+    """Compute the micro-batches of a step from `batch_size`, which counts the samples of one device."""
+    samples = run.integer("batch_size", None)
+    if samples is None:
+        return
+    if is_on(run.given("gradient_accumulation_steps")):
+        run.left_out("batch_size", samples, "gradient_accumulation_steps takes precedence")
+        return
+    run.left["gradient_accumulation_steps"] = int(samples // (_above_0(run.given("micro_batch_size")) or 1))
 
 
 def _data(run: Run) -> dict[str, Any]:
@@ -131,10 +167,15 @@ def _data(run: Run) -> dict[str, Any]:
     if not entries:
         raise UserError(f"{run.name}: has no datasets")
     template = run.take("chat_template")
+    texts = {_TEXTS.get(str(entry.get("type"))) for entry in entries}
+    if len(texts) > 1:
+        run.refuse("datasets", "types", "data.text_template is the same for all files")
     sources, columns, templates = zip(*(_rows(run, "datasets", entry, template) for entry in entries))
     found: dict[str, Any] = {"train": sources[0]}
     if len(sources) > 1:
         found["mix"] = dict.fromkeys(sources[1:])
+    if len({*sources}) < len(sources):
+        run.refuse("datasets", "the same twice", "data.mix has each file once")
     held_out = [_rows(run, "test_datasets", entry, template) for entry in run.take("test_datasets", _DATA_SETS) or []]
     if len(held_out) > 1:
         run.refuse(
@@ -149,26 +190,69 @@ def _data(run: Run) -> dict[str, Any]:
         run.refuse("datasets", "field_messages", "data.columns is the same for all files")
     if any(other != templates[0] for other in templates):
         run.refuse("datasets", "chat_template", "data.chat_template is the same for all files")
-    found |= {"columns": columns[0], "max_length": run.integer("sequence_len", _LENGTH)}
+    found |= _held_out(run, texts != {None})
+    text = next(iter(texts))
+    if text is not None:
+        found |= {"text_template": text, "answer_tokens": "apart"}
+    else:
+        found["columns"] = columns[0]
+    found["max_length"] = run.integer("sequence_len", _LENGTH)
     if run.flag("sample_packing"):
-        found["packing"] = "best_fit"
-        kernel = run.given("attn_implementation")
-        if kernel not in _SEPARATING_KERNELS and not is_on(run.given("flash_attention")):
-            run.refuse("sample_packing", True, "without flash attention tokens attend to other rows of a pack; "
-                                               "data.packing separates them")  # fmt: skip
-        run.note("data.packing: packs are filled best-fit, so there may be fewer packs than with Axolotl")
-    if templates[0] != "tokenizer":
+        found |= _packing(run, found["max_length"], len(sources))
+    if templates[0] != "tokenizer" and text is None:
         found["chat_template"] = templates[0]
-    _check_ends(run, templates[0])
+    _check_tokens(run, templates[0], text is not None)
     return found | trainer.loading(run)
+
+
+def _held_out(run: Run, is_text: bool) -> dict[str, Any]:
+    """Return the keys for `val_set_size`: the last rows in the order of a shuffle, of those that are not too long."""
+    size = run.number("val_set_size", 0)
+    if not size:
+        return {}
+    if size == 1 or size < 0:
+        run.refuse("val_set_size", size, "leaves no row for training; data.holdout is a share between 0 and 1")
+    if is_on(run.given("test_datasets")):
+        run.refuse("val_set_size", size, "and test_datasets are both given")
+    if not is_text:
+        # Axolotl counts text that a template writes after the last answer, and keeps rows without answers
+        run.refuse("val_set_size", size, "which rows are dropped before it differs with chat templates; "
+                                         "nearest key: data.holdout")  # fmt: skip
+    return {"holdout": int(size) if size > 1 else float(size), "choice": "axolotl"}
+
+
+def _packing(run: Run, length: int, num_sources: int) -> dict[str, Any]:
+    """Return the keys for `sample_packing`: a pack has the tokens of a micro-batch of rows with the greatest length."""
+    kernel = run.given("attn_implementation")
+    is_masked = kernel in _MASKING_KERNELS
+    if not is_masked and kernel not in _SEPARATING_KERNELS and not is_on(run.given("flash_attention")):
+        run.refuse("sample_packing", True, "without flash attention tokens attend to other rows of a pack; "
+                                           "data.packing separates them")  # fmt: skip
+    if num_sources > 1:
+        run.refuse("sample_packing", True, "packs rows of several data sets together; join them into one file")
+    if is_on(run.given("dataloader_drop_last")):
+        run.refuse("dataloader_drop_last", True, "with sample_packing it leaves out the last step of each epoch")
+    found: dict[str, Any] = {"packing": "first_fit", "drop_last": True}
+    rows = int(_above_0(run.given("per_device_train_batch_size")) or 1)
+    if rows > 1 and not is_masked:
+        found["pack_length"] = rows * length
+        run.left["micro_batch_size"] = 1
+        run.note(f"train.micro_batch_size: 1 pack of up to {rows * length} tokens, which is what micro_batch_size "
+                 f"{rows} of Axolotl makes")  # fmt: skip
+    run.note("data.packing: packs stay the same in each epoch; Axolotl on one device makes them anew")
+    run.note("data.drop_last: Axolotl makes as many steps as are full, and an incomplete one at the end of each epoch "
+             "but the last")  # fmt: skip
+    return found
 
 
 def _rows(run: Run, key: str, entry: Mapping[str, Any], template: Any) -> tuple[str, dict[str, str], str]:
     """Return the source of a data set as a value of `data.train`, its columns and its chat template."""
     place = str(entry.get("path"))
     kind = entry.get("type")
-    if kind != "chat_template":
-        run.refuse(key, f"{place}, type {kind}", "uses its own prompt format; only type chat_template is supported")
+    is_text = str(kind) in _TEXTS
+    if kind != "chat_template" and not is_text:
+        run.refuse(key, f"{place}, type {kind}", "uses its own prompt format; supported are chat_template and "
+                   f"{', '.join(_TEXTS)}")  # fmt: skip
     unsupported = sorted(set(entry) - _ROW_KEYS)
     if unsupported:
         run.refuse(key, f"{place}, {', '.join(unsupported)}", "nearest: section data")
@@ -176,7 +260,7 @@ def _rows(run: Run, key: str, entry: Mapping[str, Any], template: Any) -> tuple[
         if entry.get(word) not in (None, usual):
             run.refuse(key, f"{place}, {word} {entry[word]}", "assistant turns are supervised, with their end tokens")
     name = entry.get("chat_template") or template or "tokenizer_default"
-    if name not in _TEMPLATES:
+    if name not in _TEMPLATES and not is_text:
         run.refuse(
             "chat_template", name, f"supported are {', '.join(_TEMPLATES)}; the others are Axolotl's own templates"
         )
@@ -192,6 +276,8 @@ def _rows(run: Run, key: str, entry: Mapping[str, Any], template: Any) -> tuple[
         where = place
     else:
         where = f"hf:{place}/{files}" if isinstance(files, str) else f"hf:{place}?{options}"
+    if is_text:
+        return where, {}, "tokenizer"
     return where, _columns(run, key, entry), _TEMPLATES.get(name, "tokenizer")
 
 
@@ -208,30 +294,75 @@ def _columns(run: Run, key: str, entry: Mapping[str, Any]) -> dict[str, str]:
     return {field or "messages": str(entry.get("field_messages") or "messages")}
 
 
-def _check_ends(run: Run, template: str) -> None:
-    """Refuse end-of-turn tokens other than those of the template, and changed special tokens."""
+def _check_tokens(run: Run, template: str, is_text: bool) -> None:
+    """Refuse end-of-turn tokens other than those of the template, and special tokens other than the tokenizer's."""
     ends = run.take("eot_tokens", LIST)
     tokens = run.take("special_tokens", MAPPING) or {}
-    if ends and ends != [_ENDS.get(template)]:
+    if ends and is_text:
+        run.left_out("eot_tokens", ends, "rows of text have no turns")
+    elif ends and ends != [_ENDS.get(template)]:
         run.refuse("eot_tokens", ", ".join(map(str, ends)), "the end of an answer is determined by the chat template")
-    changed = sorted(set(tokens) - {"pad_token"})
+    name = str(run.given("base_model")).lower()
+    own = next((found for pattern, found in _OWN_TOKENS if re.search(pattern, name)), (None, None, None))
+    same = {"pad_token": tokens.get("pad_token")} | dict(zip(("bos_token", "eos_token", "unk_token"), own))
+    changed = sorted(role for role, token in tokens.items() if token is not None and same.get(role) != token)
     if changed:
         run.refuse("special_tokens", ", ".join(changed), "tokens are those of the tokenizer")
 
 
 def _evaluates(run: Run, train: dict[str, Any]) -> bool:
-    """Return True if there are evaluations; of `evals_per_epoch` only 1 can be expressed."""
+    """Return True if there are evaluations."""
     often = run.number("evals_per_epoch", None)
-    if often == 1:
+    share = _interval(often, run.given("num_epochs"), None)
+    if share is not None:
+        run.left |= {"eval_strategy": "steps", "eval_steps": share}
+    elif often:  # once, at the end of the last epoch
         run.left["eval_strategy"] = "epoch"
-    elif often:
-        run.refuse("evals_per_epoch", often, "train.eval_steps is a number of steps, or once per epoch")
     elif run.given("eval_steps") is not None:
         run.left.setdefault("eval_strategy", "steps")
     return trainer.evaluates(run, train)
 
 
+def _watch_loss(run: Run) -> dict[str, Any]:
+    """Return `train.loss_watchdog`."""
+    threshold = run.number("loss_watchdog_threshold", None)
+    patience = run.integer("loss_watchdog_patience", None)
+    if threshold is None:
+        return {}
+    if run.given("logging_steps") != 1:
+        run.refuse("loss_watchdog_threshold", threshold, "looks at the mean loss of the recorded steps; set "
+                                                         "logging_steps to 1")  # fmt: skip
+    return {"loss_watchdog": {"threshold": float(threshold), **({"patience": patience} if patience else {})}}
+
+
+def _chooses_best(run: Run) -> bool:
+    """Return True if Axolotl loads the best checkpoint at the end: it does unless that is turned off, where there are
+    evaluations whose interval divides that of checkpoints."""
+    if run.given("load_best_model_at_end") is False and not is_on(run.given("early_stopping_patience")):
+        return False
+    epochs = run.given("num_epochs")
+    save, evaluate = (_interval(run.given(f"{kind}s_per_epoch"), epochs, run.given(f"{kind}_steps"))
+                      for kind in ("save", "eval"))  # fmt: skip
+    return bool(save and evaluate and save % evaluate == 0)
+
+
+def _interval(often: Any, epochs: Any, steps: Any) -> float | None:
+    """Return an interval in steps, or as a share of all steps below 1; None without one."""
+    times = _above_0(often) * (_above_0(epochs) or 1)
+    if times > 1:
+        return 1.0 / times
+    return _above_0(steps) or None
+
+
+def _above_0(value: Any) -> float:
+    """Return a number above 0; 0 for any other value, which is refused where the argument is taken."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(min(value, 2**53)) if is_number and value > 0 else 0.0
+
+
 def _checkpoint(run: Run, has_eval: bool, defaults: trainer.Defaults) -> dict[str, Any]:
+    if has_eval:
+        run.left["load_best_model_at_end"] = _chooses_best(run)
     often = run.number("saves_per_epoch", None)
     if often:
         run.left["save_strategy"] = "epoch"

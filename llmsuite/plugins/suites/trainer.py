@@ -276,15 +276,12 @@ def evaluates(run: Run, train: dict[str, Any]) -> bool:
 
 
 def _evaluated_every(run: Run, every: Any, max_steps: int | None) -> Any:
-    """Return the interval of evaluations in steps; the default is that of records."""
+    """Return the interval of evaluations in steps, or as a fraction of them; the default is that of records."""
     if not isinstance(every, (int, float)) or every <= 0:
         every = run.given("logging_steps")
-    if not isinstance(every, float) or every >= 1:
-        return every or 500
-    if max_steps is None:  # a fraction of an unknown number of steps
-        run.note(f'train.eval_steps: "epoch", because a fraction of the steps ({every}) needs max_steps')
-        return "epoch"
-    return math.ceil(every * max_steps)
+    if isinstance(every, float) and every < 1 and max_steps is not None:
+        return math.ceil(every * max_steps)
+    return every or 500
 
 
 def checkpoint(run: Run, has_eval: bool, defaults: Defaults) -> dict[str, Any]:

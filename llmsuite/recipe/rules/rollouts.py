@@ -50,7 +50,7 @@ def _split_rollout(context: RuleContext) -> Iterator[Violation]:
         "checkpoint.save_steps": context.recipe.checkpoint.save_steps,
     }
     for key, value in keys.items():
-        if value == "epoch" or (isinstance(value, int) and value % updates):
+        if value == "epoch" or (isinstance(value, (int, float)) and value % updates):
             yield key, f"is {value}; it has to be a multiple of {name}.updates = {updates}, the steps of a rollout"
 
 
@@ -64,8 +64,8 @@ def _uneven_epochs(context: RuleContext) -> Iterator[Violation]:
         yield "train.num_epochs", f"{why}, nor is the number of steps of an epoch; set max_steps instead"
     keys = {"train.eval_steps": recipe.train.eval_steps, "checkpoint.save_steps": recipe.checkpoint.save_steps}
     for key, value in keys.items():
-        if value == "epoch":
-            yield key, f"is epoch, but {why}; set a number of steps"
+        if value == "epoch" or isinstance(value, float):
+            yield key, f"is {value}, but {why}; set a number of steps"
 
 
 def _rolled_back(context: RuleContext) -> Iterator[Violation]:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmsuite.data.keys import ColumnRules
-from llmsuite.data.packing import best_fit, pack_samples
+from llmsuite.data.packing import best_fit, first_fit, pack_samples
 from llmsuite.data.read import read_rows
 from llmsuite.devices.ops import Ops
 from llmsuite.stages.language_model import WeightedTokens, collate, join, weighted_loss
@@ -21,6 +21,9 @@ from tests.support.families import FAMILIES
 from tests.support.paths import REAL
 
 PAD = 0
+
+
+LENGTHS = [30, 20, 25, 10, 39, 1, 14, 40, 5, 5]
 
 
 def pack(samples: Sequence[WeightedTokens], max_length: int) -> Sequence[WeightedTokens]:
@@ -133,6 +136,34 @@ def test_learned_positions_reach_through_a_row_that_is_longer_than_they_are() ->
     assert (joined == np.concatenate(alone, axis=1)).all()
     with pytest.raises(AssertionError, match="no positions up to 12"):
         model.embed(paddle.to_tensor(ids))
+
+
+def test_first_fit_makes_the_packs_of_axolotl() -> None:
+    """Those of `pack_group` of its multipack sampler (067b021c)."""
+    assert [pack.tolist() for pack in first_fit(LENGTHS, 40)] == [[0, 3], [1, 5, 6, 8], [2, 9], [4], [7]]
+    assert [len(pack) for pack in first_fit([1] * 450, 1000)] == [200, 200, 50]
+    assert first_fit([], 8) == []
+
+
+def test_first_fit_packs_samples_of_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmsuite.data.packing._GROUP", 4)
+    assert [pack.tolist() for pack in first_fit(LENGTHS, 40)] == [[0, 3], [1], [2], [4, 5], [6], [7], [8, 9]]
+
+
+def test_the_stage_packs_rows_in_an_order_by_seed() -> None:
+    plain = sft_case.make_stage(max_length=256)
+    stage = sft_case.make_stage(max_length=256, packing="first_fit", pack_length=512)
+    path = sft_case.DATA / "sft" / "train.jsonl"
+    rows = plain.reader.read(path)
+    packs = stage.reader.read(path)
+    found = sorted(document for sample in packs for document in documents(sample))
+    assert found == sorted((sample.ids.tolist(), sample.weights.tolist()) for sample in rows)
+    order = np.random.default_rng(42).permutation(len(rows))
+    expected = first_fit([len(rows[number].ids) for number in order], 512)
+    for sample, numbers in zip(packs, expected, strict=True):
+        assert [ids for ids, _ in documents(sample)] == [rows[number].ids.tolist() for number in order[numbers]]
+        assert len(sample.ids) <= 512
+    assert max(len(sample.ids) for sample in packs) > 256
 
 
 def test_the_stage_packs_the_rows_of_a_file() -> None:

@@ -146,7 +146,7 @@ def test_a_template_is_literal(values: tuple[str, str], words: str) -> None:
     data_format = text_template_format(f"{escaped}{{q}}{escaped}{{a}}{escaped}")
     found = data_format.convert({"q": values[0], "a": values[1]})
     prompt = f"{words}{values[0]}{words}"
-    answer = f"{values[1]}{words}" if values[1].strip() else ""
+    answer = f"{values[1]}{words}" if values[1].strip() or not words else ""
     assert plain_texts(found) == (prompt, f"{prompt}{answer}")
 
 

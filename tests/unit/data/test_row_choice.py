@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmsuite.base.errors import UserError
-from llmsuite.data.row_choice import held_out_rows, ms_swift_rows, rows_of_files, sampled_rows
+from llmsuite.data.row_choice import axolotl_rows, held_out_rows, ms_swift_rows, rows_of_files, sampled_rows
 from tests.support.swift import load_datasets
 
 
@@ -108,3 +108,29 @@ def test_too_many_rows_are_refused() -> None:
         held_out_rows(1, 0.9, 1)
     with pytest.raises(UserError, match=r"data\.sample: is 4, and data\.train has 3 rows; lower it"):
         sampled_rows(3, 4, 1)
+
+
+@pytest.mark.parametrize("holdout", [0.05, 0.1, 7])
+def test_rows_of_axolotl(holdout: float) -> None:
+    """Its `merge_datasets`, filter of lengths and `create_train_validation_split` (067b021c)."""
+    lengths = np.random.default_rng(3).integers(1, 100, 90)
+    files = datasets.Dataset.from_dict({"row": range(90), "length": lengths})
+    kept = files.shuffle(seed=7).filter(lambda row: row["length"] <= 60)
+    expected = kept.train_test_split(test_size=holdout, shuffle=False, seed=7)
+    usable = [np.flatnonzero(lengths[:40] <= 60), np.flatnonzero(lengths[40:] <= 60)]
+    train, held_out = axolotl_rows(usable, [40, 50], holdout, 7)
+    for part, name in ((train, "train"), (held_out, "test")):
+        rows = list(expected[name]["row"])
+        assert part[0].tolist() == [row for row in rows if row < 40]
+        assert part[1].tolist() == [row - 40 for row in rows if row >= 40]
+
+
+def test_the_order_of_axolotl_stays() -> None:
+    usable = [np.array([0, 1, 2, 4, 5, 6, 7, 9])]
+    (train,), (held_out,) = axolotl_rows(usable, [10], 0.25, 42)
+    assert (train.tolist(), held_out.tolist()) == ([5, 6, 0, 7, 2, 4], [9, 1])
+
+
+def test_axolotl_leaves_a_row_for_training() -> None:
+    with pytest.raises(UserError, match="leaves none of the 2 usable rows for training"):
+        axolotl_rows([np.array([0, 3])], [4], 2, 42)

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmsuite.engine.cadence import Cadence
+from llmsuite.engine.cadence import Cadence, evaluation_interval, total_steps
+from tests.support import dpo_case
 
 
 def cadence(**keys: Any) -> Cadence:
     defaults = {"total_steps": 10, "global_batch_size": 4, "log_steps": 1, "num_samples": 10}
     return Cadence(**{**defaults, "eval_steps": None, "save_steps": None, **keys})
+
+
+def test_a_share_of_the_steps_is_rounded_up() -> None:
+    train = dataclasses.replace(dpo_case.train_section(), max_steps=None, num_epochs=3, global_batch_size=4)
+    for share, steps in ((0.25, 2), (0.3, 3), (1 / 12, 1), (0.9, 8)):
+        section = dataclasses.replace(train, eval_steps=share)
+        assert total_steps(section.max_steps, section.num_epochs, 10, 4) == 8
+        assert evaluation_interval(section, 8) == steps
+    assert evaluation_interval(dataclasses.replace(train, eval_steps="epoch"), 8) == "epoch"
 
 
 def test_cadence_in_steps() -> None:

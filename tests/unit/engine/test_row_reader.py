@@ -95,6 +95,24 @@ def test_held_out_rows_are_those_of_train_test_split(
             assert lengths.tolist() == known.tolist()
 
 
+def test_rows_of_axolotl_are_held_out_after_long_ones_are_dropped(tmp_path: Path, opened: Opened, place: str) -> None:
+    rows = rows_of("sft")
+    whole = opened(seed=7).reader.read(written(tmp_path, "whole", rows))
+    lengths = [len(sample.ids) for sample in whole]
+    longest = int(np.median(lengths))
+    kept = datasets.Dataset.from_dict({"n": range(len(rows)), "length": lengths}).shuffle(seed=7)
+    split = kept.filter(lambda row: row["length"] <= longest).train_test_split(test_size=0.2, shuffle=False, seed=7)
+    files = [written(tmp_path, "a", rows[:25]), written(tmp_path, "b", rows[25:])]
+    keys = {"holdout": 0.2, "choice": "axolotl", "max_length": longest}
+    one = opened(seed=7, **keys).reader.read_all(written(tmp_path, "all", rows), {})
+    two = opened(seed=7, mix={str(files[1]): None}, **keys).reader.read_all(files[0], {})
+    expected = {name: [plain([whole[n]])[0] for n in split[name]["n"]] for name in ("train", "test")}
+    assert (plain(one[0]), plain(one[1][""])) == (expected["train"], expected["test"])
+    key = json.dumps
+    assert sorted(plain(two[0]), key=key) == sorted(expected["train"], key=key)
+    assert sorted(plain(two[1][""]), key=key) == sorted(expected["test"], key=key)
+
+
 def test_prompts_of_rollouts_are_held_out(tmp_path: Path, plan: Callable[..., RunPlan], registry: Registry) -> None:
     rows = [{"prompt": f"Say {n}."} for n in range(12)]
     path = written(tmp_path, "prompts", rows)
@@ -234,6 +252,10 @@ def test_held_out_rows_have_to_be_usable(tmp_path: Path, opened: Opened, place: 
         ({"sample": {}}, "data.sample", "names no file"),
         ({"choice": "ms-swift"}, "data.choice", "has no effect without data.sample and data.holdout"),
         ({"choice": "ms-swift", "holdout": 3}, "data.holdout", "is a share of each file, such as 0.01"),
+        ({"choice": "axolotl", "sample": 3}, "data.sample", "data.choice axolotl uses all rows"),
+        ({"answer_tokens": "apart"}, "data.answer_tokens", "has no effect without data.text_template"),
+        ({"pack_length": 99999}, "data.pack_length", "has no effect without data.packing"),
+        ({"packing": "first_fit", "pack_length": 2}, "data.pack_length", "a row may have data.max_length"),
     ],
 )
 def test_keys_that_contradict_are_refused(

@@ -99,6 +99,13 @@ def test_number_of_warmup_steps(ratio: float, steps: int, warmup: int) -> None:
     assert sum(rate < 1 for rate in found) == max(0, warmup - 1)
 
 
+@pytest.mark.parametrize(("ratio", "steps", "warmup"), [(0.1, 29, 2), (0.1, 30, 3), (0.1, 19, 2), (0.1, 9, 0)])
+def test_warmup_steps_of_axolotl(ratio: float, steps: int, warmup: int) -> None:
+    """Those of its `_configure_warmup_and_logging`: rounded down, and 2 in place of 1."""
+    found = rates(steps, lr_schedule="constant", warmup_ratio=ratio, warmup_rounding="axolotl")
+    assert found == pytest.approx([min(1, (i + 1) / max(warmup, 1)) for i in range(steps)])
+
+
 @given(
     st.sampled_from(["linear", "cosine"]),
     st.integers(1, 300),

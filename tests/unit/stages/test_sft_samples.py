@@ -28,7 +28,7 @@ from llmsuite.engine.supervision import supervised_sequences
 from llmsuite.stages.language_model import WeightedTokens, collate, join, weighted_loss
 from llmsuite.stages.sections import SftSection
 from llmsuite.stages.sft import SftStage
-from tests.support import dpo_case
+from tests.support import dpo_case, tokenizers
 from tests.support.graphs import SLOW_ON_GPUS, gradient_nodes
 from tests.support.paths import DATA
 from tests.support.sft_case import FORMATS, make_stage, samples, talk
@@ -479,3 +479,70 @@ def test_a_row_without_thoughts_is_supervised_as_before() -> None:
     (full,), _ = samples(make_stage(template=THINKS), row)
     (same,), _ = samples(make_stage(template=THINKS, supervise_thoughts=False), row)
     assert full.weights.tolist() == same.weights.tolist()
+
+
+# text that is tokenized apart
+
+
+@pytest.fixture(params=["llama", "bytes"])
+def apart(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, SftStage]:
+    made = {"llama": tokenizers.sentencepiece_like("normalizer"), "bytes": tokenizers.byte_level(False)}[request.param]
+    tokenizer = TextTokenizer(tokenizers.write(tmp_path / "tokenizer", made, adds_bos=True))
+    return request.param, make_stage(300, tokenizer=tokenizer, text_template="alpaca", answer_tokens="apart")
+
+
+OF_AXOLOTL: dict[str, dict[str | None, list[int]]] = {
+    "llama": {
+        "Paris": [381, 2], " Paris": [381, 2], "\nis": [259, 346, 411, 2], "Paris</s>": [381, 2], "": [],
+        " ": [259, 2], "é": [259, 198, 172, 2], None: [], "  is": [259, 376, 2],
+    },
+    "bytes": {
+        "Paris": [325, 323, 2], " Paris": [293, 2], "\nis": [201, 323, 2], "Paris</s>": [325, 323, 2],
+        "<s>a": [1, 67, 2], "": [], " ": [223, 2], "é": [130, 105, 2], None: [],
+    },
+}  # fmt: skip
+"""Supervised tokens of its `AlpacaPromptTokenizingStrategy` (067b021c) with LlamaTokenizer and with
+PreTrainedTokenizerFast of transformers 5."""
+
+
+def test_answers_apart_have_the_tokens_of_axolotl(apart: tuple[str, SftStage], tmp_path: Path) -> None:
+    name, made = apart
+    rows = [{"instruction": "the", "input": None, "output": answer} for answer in OF_AXOLOTL[name]]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = made.reader.read(path)
+    assert [sample.ids[sample.weights > 0].tolist() for sample in found] == list(OF_AXOLOTL[name].values())
+    prompt = made.context.tokenizer.with_special_tokens(made.context.tokenizer.encode(_PROMPT))
+    for sample, ids in zip(found, OF_AXOLOTL[name].values()):
+        assert sample.ids.tolist() == [*prompt, *ids]
+    assert len(prompt) == {"llama": 126, "bytes": 125}[name]
+    assert len(made.eval_prompts(join(found))) == sum(map(bool, OF_AXOLOTL[name].values()))
+
+
+_PROMPT = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\nthe\n\n### Response:\n"
+)
+
+
+def test_rows_apart_are_dropped_for_their_length(apart: tuple[str, SftStage], tmp_path: Path) -> None:
+    name, made = apart
+    path = tmp_path / "rows.jsonl"
+    answers = ["a" * 400, "", "a"]
+    rows = [{"instruction": "b" * 400, "output": ""}, *({"instruction": "the", "output": text} for text in answers)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = made.reader.read(path)
+    assert [len(sample.ids) for sample in found] == [300, *({"llama": (126, 129), "bytes": (125, 127)}[name])]
+    assert made.reader.counts[path].dropped == {"longer than data.max_length 300 (sft.truncate is false)": 1}
+
+
+def test_a_micro_batch_without_a_supervised_token_has_loss_0(apart: tuple[str, SftStage], tmp_path: Path) -> None:
+    _, made = apart
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"instruction": "the", "output": ""}) + "\n")
+    batch = made.collate(made.reader.read(path))
+    assert (batch["weight"], batch["num_supervised"], len(batch["targets"])) == (0, 0, 1)
+    batch["input_ids"] %= 100
+    batch["targets"] %= 100
+    terms = made.loss(dpo_case.model(), batch)
+    assert float(terms.total) == 0

@@ -12,7 +12,7 @@ from llmsuite.contract.specs import ModelFamily
 
 # pattern of a name -> the model_type of its config.json, or why there is none; the first match counts
 _MODEL_TYPES = (
-    (r"awq|gptq|aqlm|[-_](int|fp)[48]\b|bnb-4bit|gguf", "quantised already"),
+    (r"awq|gptq|aqlm|[-_](int|fp)[48]\b|bnb-(4bit|nf4)|gguf", "quantised already"),
     (r"[-_]vl\b|-vl-|-omni|vision|llava|-ocr|moss-vl", "for images or sound"),
     (r"gpt-?oss", "gpt_oss"),
     (r"gpt-?(neo|j)", "gpt_neo"),
@@ -44,7 +44,7 @@ _MODEL_TYPES = (
     (r"gpt", "gpt2"),
 )
 
-_SUFFIXES = re.compile(r"^meta-|-(instruct|chat|hf|base|en|bf16)\b", re.IGNORECASE)
+_SUFFIXES = re.compile(r"^meta-|-(instruct|chat|hf|base|en|bf16|fp16)\b", re.IGNORECASE)
 
 
 def family_of(model: str, registry: Registry, key: str = "model_name_or_path") -> ModelFamily:

@@ -13,11 +13,11 @@ from tests.support import axolotl, llamafactory, swift, trl
 from tests.unit.plugins.suites.conftest import Converted
 
 AXOLOTL: dict[str, Any] = {
-    **axolotl.BARE, "datasets": [{"path": "a", "type": "alpaca"}], "val_set_size": 0.05,
+    **axolotl.BARE, "datasets": [{"path": "a", "type": "alpaca:chat"}], "train_on_inputs": True,
     "optimizer": "lion_8bit", "sample_packing": True, "warmup_steps": None,
 }  # fmt: skip
 CASES: list[tuple[str, dict[str, Any], list[str]]] = [
-    ("from-axolotl", AXOLOTL, ["val_set_size", "datasets", "sample_packing", "warmup_steps", "optimizer"]),
+    ("from-axolotl", AXOLOTL, ["train_on_inputs", "datasets", "sample_packing", "warmup_steps", "optimizer"]),
     (
         "from-llamafactory",
         {**llamafactory.DPO, "pref_ftx": 0.1, "mask_history": True, "pref_loss": "orpo", "learning_rat": 1},
@@ -55,19 +55,19 @@ def test_unreadable_values_keep_the_reasons_of_keys(unreadable: dict[str, Any], 
     values = {**AXOLOTL, **unreadable}
     with pytest.raises(UserError) as refused:
         converted("from-axolotl", values)
-    assert keys_of(refused.value) == ["val_set_size"]
+    assert keys_of(refused.value) == ["train_on_inputs"]
     (key,) = unreadable
     with pytest.raises(UserError, match=f"{key} is '|has no {key}"):
-        converted("from-axolotl", values, leave_out=["val_set_size"])
+        converted("from-axolotl", values, leave_out=["train_on_inputs"])
 
 
 def test_wrong_names_to_leave_out_are_reported_with_the_reasons(converted: Converted) -> None:
     typo = r"--leave_out: x\.yaml has no val_set_syze, zzz$"
     with pytest.raises(UserError, match=typo) as refused:
         converted("from-axolotl", AXOLOTL, leave_out=["val_set_syze", "optimizer", "zzz"])
-    assert keys_of(refused.value) == ["val_set_size", "datasets", "sample_packing", "warmup_steps"]
+    assert keys_of(refused.value) == ["train_on_inputs", "datasets", "sample_packing", "warmup_steps"]
     for values, reason in (
-        ({**AXOLOTL, "base_model": "mymodel-7b"}, "val_set_size = "),
+        ({**AXOLOTL, "base_model": "mymodel-7b"}, "train_on_inputs = "),
         ({**axolotl.BARE, "base_model": "mymodel-7b"}, "whose family is not known"),
         ({**axolotl.BARE, "rl": "dpo"}, "recipe new --stage dpo"),
         (axolotl.BARE, ""),
@@ -128,9 +128,9 @@ def test_reasons_have_the_keys_of_the_file(
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "lora.yml"
-    lines = ["base_model: Qwen/Qwen2.5-0.5B", "val_set_size: 0.1", "datasets: [{path: a, type: alpaca}]",
+    lines = ["base_model: Qwen/Qwen2.5-0.5B", "train_on_inputs: true", "datasets: [{path: a, type: oasst}]",
              "optimizer: lion_8bit", "warmup_steps: 1"]  # fmt: skip
     path.write_text("\n".join(lines))
-    assert main(["recipe", "from-axolotl", str(path), "--leave_out", "val_set_size,optimiser"]) == 2
+    assert main(["recipe", "from-axolotl", str(path), "--leave_out", "train_on_inputs,optimiser"]) == 2
     err = capsys.readouterr().err
     assert "add --leave_out datasets,optimizer\n--leave_out: lora.yml has no optimiser" in err

@@ -12,6 +12,8 @@ from tests.support.axolotl import BARE, FULL, ROWS
 from tests.unit.plugins.suites.conftest import Converted
 
 ACTION = "from-axolotl"
+TEXTS = {"datasets": [{**ROWS, "type": "alpaca"}]}
+PACKED = {"sample_packing": True, "flash_attention": True}
 
 
 def test_adapters_by_its_defaults(converted: Converted) -> None:
@@ -59,12 +61,85 @@ def test_data(converted: Converted) -> None:
     assert (several["train"], several["mix"]) == ("hf:org/rows?split=train", {"two.jsonl": None})
     assert data(chat_template="chatml", eot_tokens=["<|im_end|>"])["chat_template"] == "chatml"
     assert data(chat_template="qwen_25", eot_tokens=["<|im_end|>"])["chat_template"] == "qwen2.5"
-    assert data(sample_packing=True, attn_implementation="flash_attention_2")["packing"] == "best_fit"
     held = {"test_datasets": [{**ROWS, "split": "test"}]}
     assert "eval" not in data(**held)
     recipe = converted(ACTION, {**BARE, **held, "evals_per_epoch": 1, "saves_per_epoch": 1}).recipe
     assert (recipe["data"]["eval"], recipe["train"]["eval_steps"]) == ("hf:org/rows?split=test", "epoch")
     assert recipe["checkpoint"]["save_steps"] == "epoch"
+
+
+def test_rows_of_alpaca_without_those_that_are_held_out(converted: Converted) -> None:
+    recipe = converted(ACTION, {**BARE, **TEXTS, "val_set_size": 0.05, "sequence_len": 1024}).recipe
+    assert recipe["data"] == {
+        "train": "hf:org/rows?split=train", "holdout": 0.05, "choice": "axolotl", "text_template": "alpaca",
+        "answer_tokens": "apart", "max_length": 1024, "ignore_columns": ["*"],
+    }  # fmt: skip
+    assert "eval_steps" not in recipe["train"]
+    number = converted(ACTION, {**BARE, **TEXTS, "val_set_size": 20, "eval_steps": 50}).recipe
+    assert (number["data"]["holdout"], number["train"]["eval_steps"]) == (20, 50)
+
+
+def test_a_pack_has_the_tokens_of_a_micro_batch(converted: Converted) -> None:
+    values = {**BARE, **TEXTS, "sample_packing": True, "attn_implementation": "flash_attention_2",
+              "sequence_len": 1024, "gradient_accumulation_steps": 4}  # fmt: skip
+    one = converted(ACTION, values, num_devices=2).recipe
+    assert (one["data"]["packing"], one["data"]["drop_last"], "pack_length" in one["data"]) == (
+        "first_fit",
+        True,
+        False,
+    )
+    assert (one["train"]["micro_batch_size"], one["train"]["global_batch_size"]) == (1, 8)
+    two = converted(ACTION, {**values, "micro_batch_size": 2}, num_devices=2)
+    assert two.recipe["data"] == {**one["data"], "pack_length": 2048}
+    assert (two.recipe["train"]["micro_batch_size"], two.recipe["train"]["global_batch_size"]) == (1, 8)
+    assert any("which is what micro_batch_size 2 of Axolotl makes" in note for note in two.notes)
+    masked = converted(ACTION, {**values, "attn_implementation": "sdpa", "micro_batch_size": 2}).recipe
+    assert ("pack_length" in masked["data"], masked["train"]["micro_batch_size"]) == (False, 2)
+
+
+def test_batches_and_warmup(converted: Converted) -> None:
+    def train(**values: Any) -> Any:
+        return converted(ACTION, {**BARE, **values}).recipe["train"]
+
+    assert train(batch_size=8, micro_batch_size=2)["global_batch_size"] == 8
+    assert train(batch_size=8, gradient_accumulation_steps=3)["global_batch_size"] == 3
+    assert train(warmup_steps=1)["warmup_steps"] == 2
+    ratio = train(warmup_steps=None, warmup_ratio=0.1)
+    assert (ratio["warmup_ratio"], ratio["warmup_rounding"]) == (0.1, "axolotl")
+
+
+def test_evaluations_and_the_watchdog(converted: Converted) -> None:
+    values = {**BARE, **TEXTS, "val_set_size": 0.1, "evals_per_epoch": 4, "num_epochs": 2, "logging_steps": 1,
+              "loss_watchdog_threshold": 5.0, "loss_watchdog_patience": 2}  # fmt: skip
+    train = converted(ACTION, values).recipe["train"]
+    assert (train["eval_steps"], train["loss_watchdog"]) == (0.125, {"threshold": 5.0, "patience": 2})
+    once = converted(ACTION, {**values, "evals_per_epoch": 1, "num_epochs": 1, "loss_watchdog_patience": None}).recipe
+    assert (once["train"]["eval_steps"], once["train"]["loss_watchdog"]) == ("epoch", {"threshold": 5.0})
+
+
+@pytest.mark.parametrize(
+    ("values", "chooses"),
+    [
+        ({"saves_per_epoch": 1, "evals_per_epoch": 4, "num_epochs": 4}, True),
+        ({"saves_per_epoch": 1, "evals_per_epoch": 4, "num_epochs": 1}, False),  # saves after the epoch only
+        ({"saves_per_epoch": 4, "evals_per_epoch": 2, "num_epochs": 2}, False),
+        ({"save_steps": 100, "eval_steps": 50}, True),
+        ({"save_steps": 100, "eval_steps": 50, "load_best_model_at_end": False}, False),
+        ({"save_steps": 100, "eval_steps": 30}, False),
+    ],
+)
+def test_the_best_checkpoint_is_chosen_unless_intervals_differ(
+    values: dict[str, Any], chooses: bool, converted: Converted
+) -> None:
+    recipe = converted(ACTION, {**BARE, **TEXTS, "val_set_size": 0.1, **values}).recipe
+    assert ("best_metric" in recipe["checkpoint"]) == chooses
+
+
+def test_special_tokens_that_the_tokenizer_has(converted: Converted) -> None:
+    llama = {"special_tokens": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}}
+    assert converted(ACTION, {**BARE, **llama, "base_model": "NousResearch/Llama-2-7b-hf"}).recipe
+    with pytest.raises(UserError, match="special_tokens = bos_token, eos_token, unk_token"):
+        converted(ACTION, {**BARE, **llama})
 
 
 def test_adapters(converted: Converted) -> None:
@@ -110,9 +185,11 @@ def test_paged_adamw_without_decay_is_adamw(converted: Converted) -> None:
         ({**BARE, "optimizer": "paged_adamw_32bit", "weight_decay": 0.1}, "optimizer = paged_adamw_32bit: its weight"),
         ({**BARE, "warmup_steps": None}, "warmup_steps = not given"),
         (
-            {**BARE, "datasets": [{"path": "a", "type": "alpaca"}]},
-            "datasets = a, type alpaca: uses its own prompt format",
+            {**BARE, "datasets": [{"path": "a", "type": "alpaca:chat"}]},
+            "datasets = a, type alpaca:chat: uses its own prompt format; supported are chat_template and alpaca",
         ),
+        ({**BARE, "datasets": [ROWS, {"path": "a", "type": "alpaca"}]}, "data.text_template is the same for all"),
+        ({**BARE, "datasets": [ROWS, ROWS]}, "data.mix has each file once"),
         ({**BARE, "datasets": [{**ROWS, "roles_to_train": ["all"]}]}, "org/rows, roles_to_train"),
         ({**BARE, "datasets": [{**ROWS, "shards": 4}]}, "org/rows, shards"),
         ({**BARE, "datasets": [{**ROWS, "message_field_role": "who"}]}, "org/rows, who/content"),
@@ -128,8 +205,18 @@ def test_paged_adamw_without_decay_is_adamw(converted: Converted) -> None:
         ({**BARE, "datasets": ["a"]}, "expected a mapping {key: value}"),
         ({**BARE, "datasets": None}, "has no datasets"),
         ({**BARE, "test_datasets": [ROWS, ROWS]}, "sets of data.eval have"),
-        ({**BARE, "test_datasets": [ROWS], "evals_per_epoch": 4}, "evals_per_epoch = 4"),
-        ({**BARE, "val_set_size": 0.05}, r"val_set_size = 0\.05"),
+        ({**BARE, "loss_watchdog_threshold": 5}, "looks at the mean loss of the recorded steps"),
+        ({**BARE, "val_set_size": 0.05}, r"val_set_size = 0\.05: which rows are dropped before it differs"),
+        ({**BARE, **TEXTS, "val_set_size": 1}, "val_set_size = 1: leaves no row for training"),
+        ({**BARE, **TEXTS, "val_set_size": 0.1, "test_datasets": [ROWS]}, "and test_datasets are both given"),
+        ({**BARE, **PACKED, "datasets": [ROWS, {**ROWS, "path": "b"}]}, "packs rows of several data sets together"),
+        ({**BARE, **PACKED, "dataloader_drop_last": True}, "it leaves out the last step of each epoch"),
+        ({**BARE, **PACKED, "sample_packing_bin_size": 100}, "a pack has at most 200 rows"),
+        ({**BARE, **PACKED, "sample_packing_sequentially": True}, "packs are filled with rows in random order"),
+        ({**BARE, "dataset_exact_deduplication": True}, "equal rows are all used"),
+        ({**BARE, "skip_prepare_dataset": True}, "rows longer than data.max_length are dropped"),
+        ({**BARE, "tokenizer_use_mistral_common": True}, "those of the package mistral-common"),
+        ({**BARE, "tokenizer_legacy": False}, "tokens are those of tokenizer.json"),
         ({**BARE, "sample_packing": True}, "without flash attention tokens attend"),
         ({**BARE, "eot_tokens": ["<end>"]}, "eot_tokens = <end>"),
         ({**BARE, "special_tokens": {"eos_token": "x"}}, "special_tokens = eos_token"),
