@@ -11,11 +11,11 @@ from typing import Any
 
 from llmsuite.base.errors import UserError
 from llmsuite.base.safe_files import exists
-from llmsuite.plugins.suites import grpo, model, swift_arguments, trainer
+from llmsuite.plugins.suites import grpo, model, swift_arguments, swift_templates, trainer
 from llmsuite.plugins.suites.conversion.arguments import read_command
 from llmsuite.plugins.suites.conversion.kinds import ONE_OR_MAPPING, WORDS, is_on
 from llmsuite.plugins.suites.suite import Run, Suite
-from llmsuite.plugins.suites.swift_data_sets import OWN_RULES
+from llmsuite.plugins.suites.swift_data_sets import OWN_RULES, own_format
 
 _COMMANDS = ("sft", "pt", "rlhf")
 _LISTS = (
@@ -32,13 +32,6 @@ _GRPO = grpo.GrpoDefaults(
 _LOSSES = {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo_mean"}
 _SELF_COGNITION = "self-cognition"
 """Data set with places for the names of a model and its author."""
-_WITH_SYSTEM = r"qwen-?2-(57b-a14b|[\d.]+b)(-instruct)?/?$|qwen-?2\.5-(coder-)?[\d.]+b-instruct/?$"
-"""Models whose tokenizers have the templates of ms-swift, with the same default system turn. Others, such as
-Qwen1.5, Qwen2.5-Math and Qwen2.5-1M, have another text in it."""
-_QWEN_2_5_BASE = r"qwen-?2\.5-(coder-)?[\d.]+b/?$"
-"""Models for which ms-swift has the template of Qwen2.5-Instruct, and whose tokenizers have another system turn."""
-_WITHOUT_SYSTEM = r"qwen-?3-.*instruct-2507|llama-?3-(8|70)b"
-"""Models whose tokenizers have the templates of ms-swift, without a default system turn."""
 _TO_16_BITS = {None: "bf16", "bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "float32": "fp16"}
 """Precision by `torch_dtype`; float32 also trains in mixed precision."""
 _MIN_BATCH = 16
@@ -229,7 +222,20 @@ def has_evaluation(recipe: Mapping[str, Any]) -> bool:
 
 
 def evaluate(run: Run, recipe: dict[str, Any]) -> None:
-    """Set the evaluation keys; by default evaluations are at the steps of checkpoints."""
+    """Set the evaluation keys, by default those of checkpoints, and the formats of the data that is used."""
+    _evaluate(run, recipe)
+    formats = recipe["data"].pop("format", {})
+    used = {name: found for name, found in formats.items() if name in _sources(recipe["data"])}
+    if used:
+        recipe["data"]["format"] = used if len(_sources(recipe["data"])) > 1 else next(iter(used.values()))
+
+
+def _sources(data: Mapping[str, Any]) -> list[str]:
+    """Return the files and data sets of section data."""
+    return [data["train"], *data.get("mix", ()), *([data["eval"]] if "eval" in data else [])]
+
+
+def _evaluate(run: Run, recipe: dict[str, Any]) -> None:
     if not has_evaluation(recipe):
         for key in ("eval_strategy", "eval_steps"):
             value = run.take(key)
@@ -247,8 +253,9 @@ def evaluate(run: Run, recipe: dict[str, Any]) -> None:
 def data(run: Run, hub: str) -> dict[str, Any]:
     """Return section data."""
     words = run.words("dataset")
-    sources = [_source(run, "dataset", word, hub) for word in words]
-    held_out = [_source(run, "val_dataset", word, hub) for word in run.words("val_dataset")]
+    formats: dict[str, str] = {}
+    sources = [_source(run, "dataset", word, hub, formats) for word in words]
+    held_out = [_source(run, "val_dataset", word, hub, formats) for word in run.words("val_dataset")]
     if not sources:
         raise UserError(f"{run.name}: has no dataset")
     if len(set(sources)) < len(sources):
@@ -265,6 +272,8 @@ def data(run: Run, hub: str) -> dict[str, Any]:
                 ", ".join(held_out),
                 "sets of data.eval have metrics of their own; join their rows in a file",
             )
+    if formats:
+        found["format"] = formats
     cognitions = [_is_cognition(source.partition("?")[0]) for source in (*sources, *held_out)]
     if any(cognitions):
         found["fill"] = _names(run)
@@ -284,7 +293,7 @@ def data(run: Run, hub: str) -> dict[str, Any]:
     # the sampler of prompts does not read train_dataloader_shuffle
     if _is_off(run, "dataset_shuffle") and (run.section == "grpo" or _is_off(run, "train_dataloader_shuffle")):
         found["shuffle"] = False
-    found |= _system(run) | _template(run)
+    found |= _system(run) | swift_templates.template(run)
     return found | trainer.loading(run)
 
 
@@ -295,7 +304,7 @@ def _system(run: Run) -> dict[str, Any]:
         run.refuse("system", run.take("system"), "is a file; write its text into data.system")
         return {}
     weights = str(run.given(run.suite.model_key))
-    found = model.system(run, "system", re.search(_WITHOUT_SYSTEM, weights, re.IGNORECASE) is None)
+    found = model.system(run, "system", not swift_templates.has_no_system(weights))
     return {key: text.replace("\\n", "\n") for key, text in found.items()}
 
 
@@ -384,8 +393,9 @@ def _is_off(run: Run, key: str) -> bool:
     return key in run.left and not is_on(run.take(key))
 
 
-def _source(run: Run, key: str, word: str, hub: str) -> str:
-    """Return a data set, NAME:SUBSET#COUNT or a file, as a value of `data.train`."""
+def _source(run: Run, key: str, word: str, hub: str, formats: dict[str, str]) -> str:
+    """Return a data set, NAME:SUBSET#COUNT or a file, as a value of `data.train`; add it to `formats` if a data format
+    has ms-swift's rules for it."""
     name, _, count = word.partition("#")
     if count and key == "val_dataset":
         run.refuse(key, word, f"takes the first rows; write them into a file, or leave out #{count}")
@@ -397,19 +407,26 @@ def _source(run: Run, key: str, word: str, hub: str) -> str:
     name, _, subset = name.partition(":")
     if name == _SELF_COGNITION:
         name = "modelscope/self-cognition" if hub == "hf:" else "swift/self-cognition"
-    if name.rpartition("/")[2] in OWN_RULES:
+    own = own_format(name, subset, run.section)
+    if own is None and name.rpartition("/")[2] in OWN_RULES:
         run.refuse(key, word, f"ms-swift reads {name} by rules of its own; write its rows into a file")
     if "/" in subset or subset == "all":
         run.refuse(key, word, "is of several subsets; name each: NAME:SUBSET")
     if _is_cognition(name):
-        if subset:
+        if subset and own is None:
             run.refuse(key, word, "adds texts to questions and answers; write its rows into a file")
         if not {"{{NAME}}", "{{AUTHOR}}"} <= set(_names(run)):
             why = "needs one model_name and one model_author, of one word; otherwise write its rows into a file"
             run.refuse(key, word, why)
-    run.note(f"data.train: {name} is read by its columns; if ms-swift has special rules for it, rows may differ")
     options = f"&config={subset}" if subset else ""
-    return f"{hub}{name}?split=train{options}"
+    if own is None:
+        run.note(f"data.train: {name} is read by its columns; if ms-swift has special rules for it, rows may differ")
+    elif _is_cognition(name):
+        options = ""  # ms-swift names its rules like subsets
+    source = f"{hub}{name}?split=train{options}"
+    if own is not None:
+        formats[source] = own
+    return source
 
 
 def _length(run: Run) -> int:
@@ -425,25 +442,6 @@ def _length(run: Run) -> int:
         return 2048
     run.note("data.max_length: the number of positions of the model, because max_length is not given")
     return int(run.family.config_cls(**run.family.presets[run.preset]).max_position_embeddings)
-
-
-def _template(run: Run) -> dict[str, Any]:
-    """Return `data.chat_template`; refuse templates, and models whose template of ms-swift is not known to be that of
-    the tokenizer or a built-in one."""
-    weights = str(run.given(run.suite.model_key))
-    given = run.take("template")
-    if given is None and re.search(_QWEN_2_5_BASE, weights, re.IGNORECASE):
-        run.note("data.chat_template: qwen2.5, ms-swift's for this model; that of its tokenizer has another system "
-                 "turn. Tokens after the end of an answer are not supervised")  # fmt: skip
-        return {"chat_template": "qwen2.5"}
-    if given is not None or not re.search(f"{_WITH_SYSTEM}|{_WITHOUT_SYSTEM}", weights, re.IGNORECASE):
-        why = "is a template of ms-swift, which may differ from the tokenizer's in system turns or thoughts"
-        if re.search(r"qwen-?2\.5", weights, re.IGNORECASE):
-            why = f"{why}; nearest key: data.chat_template qwen2.5"
-        run.refuse("template", given or "not given", f"for {weights} it {why}")
-    run.note("data.chat_template: that of the tokenizer, which equals ms-swift's; tokens after the end of an answer "
-             "are not supervised")  # fmt: skip
-    return {}
 
 
 def own_section(run: Run) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 from llmsuite.base.errors import UserError
 from llmsuite.cli.main import main
-from llmsuite.plugins.suites.swift import _WITH_SYSTEM, read_shell
+from llmsuite.plugins.suites.swift import read_shell
 from tests.support.swift import BARE, FULL, RLHF
 from tests.unit.plugins.suites.conftest import Converted
 
@@ -82,6 +81,28 @@ def test_names_are_filled_in(converted: Converted) -> None:
     other = converted(ACTION, {**NAMED, "dataset": "rows.jsonl"})
     assert "fill" not in other.recipe["data"]
     assert "model_name" in [key for key, _, _ in other.left_out]
+
+
+def test_data_sets_with_rules_of_their_own(converted: Converted) -> None:
+    def data(**values: Any) -> Any:
+        return converted(ACTION, {**BARE, **values}).recipe["data"]
+
+    zh = "AI-ModelScope/alpaca-gpt4-data-zh"
+    assert data(dataset=f"{zh}#500")["format"] == "swift_alpaca_zh"
+    mixed = data(dataset=[f"{zh}#500", "AI-ModelScope/alpaca-gpt4-data-en#500"])
+    assert mixed["format"] == {f"ms:{zh}?split=train": "swift_alpaca_zh"}
+    assert data(dataset=zh, val_dataset="rows.jsonl")["format"] == {f"ms:{zh}?split=train": "swift_alpaca_zh"}
+    assert data(dataset=zh, val_dataset="rows.jsonl", eval_strategy="no")["format"] == "swift_alpaca_zh"
+    assert "format" not in data(dataset="rows.jsonl", val_dataset=zh, eval_strategy="no")
+    assert data(dataset="HF::llm-wizard/alpaca-gpt4-data-zh")["format"] == "swift_alpaca_zh"
+    assert data(dataset="AI-ModelScope/LongAlpaca-12k")["format"] == "swift_long_alpaca"
+    assert "format" not in data(dataset="AI-ModelScope/alpaca-gpt4-data-en")
+    pairs = converted(ACTION, {**RLHF, "dataset": "hjh0119/shareAI-Llama3-DPO-zh-en-emoji"})
+    assert pairs.recipe["data"]["format"] == "swift_emoji_pairs"
+    assert not [note for note in pairs.notes if "is read by its columns" in note]
+    thoughts = converted(ACTION, {**NAMED, "dataset": "swift/self-cognition:empty_think#600"}).recipe["data"]
+    assert thoughts["train"] == "ms:swift/self-cognition?split=train"
+    assert thoughts["format"] == "swift_self_cognition_empty_think"
 
 
 def test_evaluation(converted: Converted) -> None:
@@ -162,12 +183,14 @@ def test_adapters_and_losses(converted: Converted) -> None:
         ({**BARE, "dataset": "a.jsonl#x"}, "dataset = a.jsonl#x: is not followed by a number"),
         ({**BARE, "dataset": ["a.jsonl#5", "a.jsonl#7"]}, "names a data set twice"),
         ({**BARE, "val_dataset": "a.jsonl#5"}, "val_dataset = a.jsonl#5: takes the first rows"),
-        ({**BARE, "dataset": "AI-ModelScope/alpaca-gpt4-data-zh#5"}, "alpaca-gpt4-data-zh by rules of its own"),
+        ({**BARE, "dataset": "lvjianjin/AdvertiseGen#5"}, "reads lvjianjin/AdvertiseGen by rules of its own"),
+        ({**RLHF, "dataset": "AI-ModelScope/alpaca-gpt4-data-zh"}, "alpaca-gpt4-data-zh by rules of its own"),
+        ({**BARE, "dataset": "hjh0119/shareAI-Llama3-DPO-zh-en-emoji"}, "zh-en-emoji by rules of its own"),
         ({**BARE, "dataset": "org/rows:one/two"}, "is of several subsets; name each"),
         ({**BARE, "dataset": "swift/self-cognition"}, "needs one model_name and one model_author"),
         ({**NAMED, "model_name": ["小黄", "Xiao Huang"]}, "needs one model_name and one model_author"),
         ({**NAMED, "model_name": "小黄 Xiao Huang"}, "needs one model_name and one model_author"),
-        ({**NAMED, "dataset": "swift/self-cognition:qwen3"}, "adds texts to questions and answers"),
+        ({**NAMED, "dataset": "swift/self-cognition:other"}, "adds texts to questions and answers"),
         ({**BARE, "device_groups": {"nproc_per_node": 4}}, "names the ranks of a training on Ray"),
         ({**BARE, "dataset": None}, "has no dataset"),
         ({**BARE, "val_dataset": ["a.jsonl", "b.jsonl"]}, "sets of data.eval have"),
@@ -181,16 +204,19 @@ def test_adapters_and_losses(converted: Converted) -> None:
         ),
         ({**NAMED, "dataset": "self-cognition", "model_name": None}, "needs one model_name and one model_author"),
         ({**NAMED, "dataset": "HF::modelscope/self-cognition", "model_name": None}, "needs one model_name"),
-        ({**NAMED, "dataset": "HF::modelscope/self-cognition:qwen3"}, "adds texts to questions and answers"),
+        ({**NAMED, "dataset": "HF::modelscope/self-cognition:other"}, "adds texts to questions and answers"),
         ({**BARE, "system": ""}, 'system = "": turns the system turn of the template off'),
         ({**BARE, "model": "Qwen/Qwen2.5-7B", "system": ""}, 'system = "": turns the system turn of the template off'),
         ({**BARE, "model": "Qwen/Qwen2.5-Math-7B-Instruct"}, "template = not given: .*data.chat_template qwen2.5"),
         ({**BARE, "model": "Qwen/Qwen2.5-7B-Instruct-1M"}, "template = not given: for Qwen/Qwen2.5-7B-Instruct-1M"),
         ({**BARE, "model": "Qwen/Qwen1.5-7B-Chat"}, "template = not given: for Qwen/Qwen1.5-7B-Chat"),
-        ({**BARE, "model": "Qwen/Qwen3-8B"}, "template = not given: for Qwen/Qwen3-8B it is a template"),
+        ({**RLHF, "model": "Qwen/Qwen3-8B"}, "template = not given: for Qwen/Qwen3-8B it is a template"),
+        ({**BARE, "model": "Qwen/Qwen3-4B-Thinking-2507"}, "template = not given: for Qwen/Qwen3-4B-Thinking-2507"),
+        ({**BARE, "model": "deepseek-ai/DeepSeek-R1-0528-Qwen3-8B"}, "template = not given: for deepseek-ai/Deep"),
         ({**BARE, "template": "default"}, "template = default"),
         ({**BARE, "truncation_strategy": "left"}, "truncation_strategy = left"),
-        ({**BARE, "loss_scale": "last_round"}, "loss_scale = last_round"),
+        ({**BARE, "loss_scale": "hermes"}, "loss_scale = hermes"),
+        ({**BARE, "model": "Qwen/Qwen3-8B", "loss_scale": "last_round"}, "loss_scale = last_round"),
         ({**BARE, "loss_type": "dft"}, "loss_type = dft"),
         ({**BARE, "sequence_parallel_size": 2}, "sequence_parallel_size = 2"),
         ({**BARE, "quant_bits": 4, "quant_method": "hqq"}, "quant_method = hqq"),
@@ -287,13 +313,6 @@ def test_base_models_of_qwen_have_the_template_of_instruct(converted: Converted)
     found = converted(ACTION, {**BARE, "model": "Qwen/Qwen2.5-7B"})
     assert found.recipe["data"]["chat_template"] == "qwen2.5"
     assert "chat_template" not in converted(ACTION, BARE).recipe["data"]
-
-
-def test_known_templates() -> None:
-    for model in ("Qwen/Qwen2-7B", "Qwen/Qwen2.5-Coder-7B-Instruct", "models/Qwen2.5-7B-Instruct/"):
-        assert re.search(_WITH_SYSTEM, model, re.IGNORECASE)
-    for model in ("Qwen/Qwen2-VL-7B-Instruct", "Qwen/Qwen2-Math-7B", "Qwen/Qwen2.5-7B-Instruct-AWQ"):
-        assert not re.search(_WITH_SYSTEM, model, re.IGNORECASE)
 
 
 def test_revisions(converted: Converted) -> None:
