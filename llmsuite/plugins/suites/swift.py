@@ -137,9 +137,27 @@ def _recipe(run: Run) -> dict[str, Any]:
         recipe["lora"] = _lora(run)
     elif not is_full:
         run.refuse(name, kind, "supported are full fine-tuning (full) and adapters (lora)")
+    metric = run.given("metric_for_best_model")
     recipe["checkpoint"] = trainer.checkpoint(run, has_evaluation(recipe), defaults)
+    _stop_early(run, recipe, metric)
     recipe |= trainer.ends(run)
     return {key: value for key, value in recipe.items() if value != {}}
+
+
+def _stop_early(run: Run, recipe: dict[str, Any], metric: Any) -> None:
+    """Set early stopping, for which ms-swift counts checkpoints: the same as evaluations at the same steps."""
+    key = "early_stop_interval"
+    patience = run.integer(key, 0)
+    if patience <= 0:
+        return
+    steps = recipe["train"].get("eval_steps")
+    if steps is None or steps != recipe["checkpoint"].get("save_steps"):
+        run.refuse(key, patience, "counts checkpoints; train.early_stopping.patience counts evaluations, which are "
+                                  "at other steps")  # fmt: skip
+    elif metric not in (None, "loss", "eval_loss") or run.section == "grpo":
+        run.refuse(key, patience, "is for another metric than the loss; nearest key: train.early_stopping.metric")
+    else:
+        recipe["train"]["early_stopping"] = {"patience": patience}
 
 
 def kind_of_tuner(run: Run, default: str) -> str:
@@ -202,9 +220,36 @@ def precision(run: Run) -> str:
 
 def read_devices(run: Run) -> None:
     """Set the number of devices that the launcher's variables name."""
-    ranks = run.integer("NPROC_PER_NODE", 0)
-    machines = run.integer("NNODES", 1)
-    run.file_devices = ranks * machines or None
+    ranks = _environment_number(run, "NPROC_PER_NODE", 0)
+    machines = _environment_number(run, "NNODES", 1)
+    run.file_devices = ranks * machines or _ray_devices(run) or None
+
+
+def _environment_number(run: Run, key: str, default: int) -> int:
+    """Return a number of ranks or machines; 0 for a variable that the script does not set."""
+    given = run.given(key)
+    if not isinstance(given, str) or not given.startswith("$"):
+        return int(run.integer(key, default))
+    run.left_out(key, run.take(key), "is set outside of the script; --num_devices N gives the number of devices")
+    return 0
+
+
+def _ray_devices(run: Run) -> int:
+    """Return the number of devices of `device_groups`, the ranks of a training on Ray; 0 if it is not given."""
+    given = run.take("device_groups", ONE_OR_MAPPING)
+    if given is None:
+        return 0
+    groups = dict(given) if isinstance(given, dict) else {}
+    groups.pop("nproc_per_node", None)
+    group = next(iter(groups.values())) if len(groups) == 1 else None
+    count = 0
+    if isinstance(group, dict) and group.get("workers") == ["default"]:
+        ranks = group.get("ranks")
+        found = re.fullmatch(r"list\(range\((?:0, *)?(\d+)\)\)", ranks) if isinstance(ranks, str) else None
+        count = int(found[1]) if found is not None else ranks if type(ranks) is int else 0
+    if count < 1:
+        run.refuse("device_groups", given, "names other ranks on Ray than 0 to N of one group, whose worker is default")
+    return count
 
 
 def _accumulate(run: Run, launch: Mapping[str, Any]) -> None:
@@ -325,9 +370,14 @@ def _chosen(run: Run, words: Sequence[str], sources: Sequence[str]) -> dict[str,
     """Return the keys that choose rows, for COUNT of data sets, NAME#COUNT, and for `split_dataset_ratio`."""
     found: dict[str, Any] = {}
     counts = {}
+    streams = is_on(run.given("streaming"))
     for word, source in zip(words, sources):
         _, mark, count = word.partition("#")
         why = _other_choice(run)
+        if streams and len(words) == 1 and not run.given("val_dataset") and count.isdecimal() and int(count):
+            run.note("data.max_samples: the first rows, as ms-swift has them with streaming")
+            _held_out_ratio(run)  # which reports that it has no effect
+            return {"max_samples": int(count)}
         if not mark:
             continue
         if not count.isdecimal() or not int(count):
@@ -453,11 +503,15 @@ def own_section(run: Run) -> dict[str, Any]:
     usual = "default" if run.section == "sft" else "last_round"
     if scale not in (None, usual):
         run.refuse("loss_scale", scale, "all tokens of assistant turns have the same weight")
+    is_dft = run.flag("enable_dft_loss")
     if run.section == "sft":
         loss = run.words("loss_type")
         if loss:
             run.refuse("loss_type", ", ".join(loss), "all supervised tokens have the same weight")
-        return {"truncate": True} if strategy == "right" else {}
+        found: dict[str, Any] = {"loss": "dft"} if is_dft else {}
+        return found | ({"truncate": True} if strategy == "right" else {})
+    if is_dft:
+        run.refuse("enable_dft_loss", True, "is a loss of sft")
     if run.section == "rm":
         weight = run.number("center_rewards_coefficient", 0)
         return {"center_rewards": float(weight)} if weight else {}

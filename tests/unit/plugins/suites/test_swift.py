@@ -15,6 +15,10 @@ from tests.unit.plugins.suites.conftest import Converted
 
 ACTION = "from-swift"
 NAMED = {**BARE, "dataset": "swift/self-cognition", "model_name": "robot", "model_author": ["swift"]}
+RAY = {
+    "nproc_per_node": 4,
+    "default": {"device": "GPU", "ranks": "list(range(0, 4))", "workers": ["default"]},
+}
 SCRIPT = """\
 # 2 * 20GiB, it's small
 nproc_per_node=2
@@ -105,6 +109,41 @@ def test_data_sets_with_rules_of_their_own(converted: Converted) -> None:
     assert thoughts["format"] == "swift_self_cognition_empty_think"
 
 
+def test_the_first_rows_with_streaming(converted: Converted) -> None:
+    found = converted(ACTION, {**BARE, "dataset": "a.jsonl#5", "streaming": True, "max_steps": 9, "data_seed": 7})
+    assert found.recipe["data"]["max_samples"] == 5
+    assert {"sample", "choice", "holdout"}.isdisjoint(found.recipe["data"])
+    held_out = {**BARE, "dataset": "a.jsonl#5", "streaming": True, "split_dataset_ratio": 0.1}
+    assert "split_dataset_ratio" in [key for key, _, _ in converted(ACTION, held_out).left_out]
+
+
+def test_numbers_of_devices(converted: Converted) -> None:
+    def devices(**values: Any) -> Any:
+        return converted(ACTION, {**BARE, "per_device_train_batch_size": 2, **values}).recipe["launch"]["num_devices"]
+
+    assert devices(device_groups=RAY) == 4
+    assert devices(device_groups={"default": {"device": "GPU", "ranks": 2, "workers": ["default"]}}) == 2
+    unknown = converted(ACTION, {**BARE, "NNODES": "$WORLD_SIZE", "NPROC_PER_NODE": 4})
+    assert unknown.recipe["launch"]["num_devices"] == 1
+    assert [key for key, _, _ in unknown.left_out if key == "NNODES"] == ["NNODES"]
+    assert converted(ACTION, {**BARE, "NNODES": "$N"}, num_devices=8).recipe["launch"]["num_devices"] == 8
+
+
+def test_early_stopping(converted: Converted) -> None:
+    """Where evaluations are at the steps of checkpoints, which ms-swift counts."""
+    given = {**BARE, "split_dataset_ratio": 0.1, "save_steps": 50, "early_stop_interval": 3}
+    for values in ({}, {"eval_steps": 50}, {"metric_for_best_model": "loss"}):
+        train = converted(ACTION, {**given, **values}).recipe["train"]
+        assert (train["early_stopping"], train["eval_steps"]) == ({"patience": 3}, 50)
+
+
+def test_dynamic_fine_tuning(converted: Converted) -> None:
+    assert converted(ACTION, {**BARE, "enable_dft_loss": True}).recipe["sft"] == {"loss": "dft"}
+    both = {**BARE, "enable_dft_loss": True, "truncation_strategy": "right"}
+    assert converted(ACTION, both).recipe["sft"] == {"loss": "dft", "truncate": True}
+    assert "sft" not in converted(ACTION, {**BARE, "enable_dft_loss": False}).recipe
+
+
 def test_evaluation(converted: Converted) -> None:
     """It follows the checkpoints."""
     held = {**BARE, "val_dataset": "held.jsonl"}
@@ -179,7 +218,8 @@ def test_adapters_and_losses(converted: Converted) -> None:
         ({**BARE, "tuner_type": "adalora"}, "tuner_type = adalora"),
         ({**BARE, "dataset": "org/rows#500", "data_seed": 7}, "dataset = org/rows#500: chooses rows by data_seed"),
         ({**BARE, "dataset": ["a.jsonl", "b.jsonl#5"], "seed": 7}, "dataset = b.jsonl#5: chooses rows by data_seed"),
-        ({**BARE, "dataset": "a.jsonl#5", "streaming": True}, "dataset = a.jsonl#5: chooses the first rows with"),
+        ({**BARE, "dataset": "a.jsonl#5 b.jsonl", "streaming": True}, "a.jsonl#5: chooses the first rows with"),
+        ({**BARE, "dataset": "a.jsonl#0", "streaming": True}, "a.jsonl#0: is not followed by a number of rows"),
         ({**BARE, "dataset": "a.jsonl#x"}, "dataset = a.jsonl#x: is not followed by a number"),
         ({**BARE, "dataset": ["a.jsonl#5", "a.jsonl#7"]}, "names a data set twice"),
         ({**BARE, "val_dataset": "a.jsonl#5"}, "val_dataset = a.jsonl#5: takes the first rows"),
@@ -191,7 +231,16 @@ def test_adapters_and_losses(converted: Converted) -> None:
         ({**NAMED, "model_name": ["小黄", "Xiao Huang"]}, "needs one model_name and one model_author"),
         ({**NAMED, "model_name": "小黄 Xiao Huang"}, "needs one model_name and one model_author"),
         ({**NAMED, "dataset": "swift/self-cognition:other"}, "adds texts to questions and answers"),
-        ({**BARE, "device_groups": {"nproc_per_node": 4}}, "names the ranks of a training on Ray"),
+        ({**BARE, "device_groups": {"nproc_per_node": 4}}, "names other ranks on Ray than 0 to N of one group"),
+        ({**BARE, "device_groups": {**RAY, "rollout": RAY["default"]}}, "names other ranks on Ray"),
+        ({**BARE, "device_groups": {"default": {"ranks": [4, 5], "workers": ["default"]}}}, "names other ranks on Ray"),
+        ({**RLHF, "enable_dft_loss": True}, "enable_dft_loss = True: is a loss of sft"),
+        ({**BARE, "early_stop_interval": 3}, "early_stop_interval = 3: counts checkpoints"),
+        ({**BARE, "val_dataset": "held.jsonl", "early_stop_interval": 3, "eval_steps": 7}, "which are at other steps"),
+        (
+            {**BARE, "val_dataset": "held.jsonl", "early_stop_interval": 3, "metric_for_best_model": "token_acc"},
+            "is for another metric than the loss",
+        ),
         ({**BARE, "dataset": None}, "has no dataset"),
         ({**BARE, "val_dataset": ["a.jsonl", "b.jsonl"]}, "sets of data.eval have"),
         ({**BARE, "columns": '{"a": "query"}'}, "columns = "),

@@ -84,7 +84,7 @@ def test_templates_of_models(converted: Converted) -> None:
     def data(**values: Any) -> Any:
         return converted(ACTION, {**BARE, **values}).recipe["data"]
 
-    for model in ("Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B-Base", "Qwen/Qwen3-30B-A3B"):
+    for model in ("Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B-Base", "Qwen/Qwen3-32B"):
         assert data(model=model)["chat_template"] == chatml(None, True, "default")
     assert data(**QWEN_3 | {"loss_scale": "ignore_empty_think"})["chat_template"] == chatml(
         None, True, "ignore_empty_think"
