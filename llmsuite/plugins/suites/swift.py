@@ -25,11 +25,17 @@ _LISTS = (
 """Arguments with several values, separated by spaces on the command line."""
 _ENVIRONMENT = ("NPROC_PER_NODE", "NNODES", "USE_HF")
 """Environment variables that set the number of ranks and the hub."""
-_STAGES = {"dpo": "dpo", "kto": "kto", "rm": "rm", "grpo": "grpo"}
+_STAGES = {"dpo": "dpo", "simpo": "dpo", "cpo": "dpo", "orpo": "dpo", "kto": "kto", "rm": "rm", "grpo": "grpo"}
 _GRPO = grpo.GrpoDefaults(
     beta=0.04, temperature=0.9, loss="grpo", rewards={"accuracy": "swift_accuracy", "format": "swift_format"}
 )
-_LOSSES = {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo_mean"}
+_LOSSES = {
+    "dpo": {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo_mean"},
+    "simpo": {"simpo": "simpo"},
+    "cpo": {"sigmoid": "cpo", "simpo": "simpo"},
+    "orpo": {"orpo": "orpo"},
+}
+"""Values of `loss_type` -> dpo.loss, by `rlhf_type`; the first one is the default. orpo has no `loss_type`."""
 _SELF_COGNITION = "self-cognition"
 """Data set with places for the names of a model and its author."""
 _TO_16_BITS = {None: "bf16", "bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "float32": "fp16"}
@@ -92,7 +98,7 @@ def without_stage(kind: str) -> str:
     if kind in ("grpo", "ppo"):
         return f"has its own rewards and sampling; llmsuite recipe new --stage {kind}"
     if kind in ("simpo", "cpo", "orpo"):
-        return "adds a loss on the chosen answers"
+        return "is not known with Megatron"
     if kind == "rm":
         return "has a head whose initial values are not known; llmsuite recipe new --stage rm"
     return "has no stage"
@@ -515,7 +521,8 @@ def own_section(run: Run) -> dict[str, Any]:
     if run.section == "rm":
         weight = run.number("center_rewards_coefficient", 0)
         return {"center_rewards": float(weight)} if weight else {}
-    own: dict[str, Any] = {"beta": float(run.number("beta", 0.1))}
+    kind = str(run.given("rlhf_type") or "dpo")
+    own: dict[str, Any] = {"beta": float(run.number("beta", 2.0 if kind == "simpo" else 0.1))}
     if run.section == "kto":
         run.note("kto: the KL divergence is estimated over the global batch; there, over the current micro-batches")
         for key in ("desirable_weight", "undesirable_weight"):
@@ -523,14 +530,34 @@ def own_section(run: Run) -> dict[str, Any]:
             if weight != 1:
                 own[key] = float(weight)
         return own
-    kinds = run.words("loss_type") or ["sigmoid"]
-    if len(kinds) != 1 or kinds[0] not in _LOSSES:
-        run.refuse("loss_type", ",".join(kinds), f"of ms-swift's losses, dpo.loss has {', '.join(_LOSSES)}")
-    own["loss"] = _LOSSES.get(kinds[0], "sigmoid")
+    losses = _LOSSES.get(kind, {"sigmoid": "sigmoid"})
+    kinds = run.words("loss_type") or [next(iter(losses))]
+    if len(kinds) != 1 or kinds[0] not in losses:
+        run.refuse("loss_type", ",".join(kinds), f"of ms-swift's losses, dpo.loss has {', '.join(losses)}")
+    own["loss"] = losses.get(kinds[0], next(iter(losses.values())))
     smoothing = run.number("label_smoothing", 0)
-    if smoothing and kinds == ["sigmoid"]:
+    if smoothing and own["loss"] in ("sigmoid", "simpo", "cpo"):
         own["label_smoothing"] = float(smoothing)
-    return own
+    if own["loss"] == "simpo":
+        own["gamma"] = float(run.number("simpo_gamma", 1.0))
+    return own | _sft_term(run, kind)
+
+
+def _sft_term(run: Run, kind: str) -> dict[str, Any]:
+    """Return the keys of the loss term on the chosen answers. In ms-swift it is a mean over the tokens of a
+    micro-batch: over those of each answer, where a micro-batch has one."""
+    key = {"dpo": "rpo_alpha", "orpo": "rlhf_type"}.get(kind, "cpo_alpha")
+    weight: Any = 1.0
+    if kind != "orpo":
+        weight = run.number(key, 0.0 if kind == "dpo" else 1.0)
+    if not weight:
+        return {}
+    micro = run.given("per_device_train_batch_size")
+    if micro not in (None, 1):
+        name = run.written("per_device_train_batch_size")
+        run.refuse(key, kind if kind == "orpo" else weight, f"is a loss on chosen answers, a mean over the tokens of a "
+                   f"micro-batch; with {name} 1 it is dpo.sft_weight with dpo.sft_mean answers")  # fmt: skip
+    return {"sft_mean": "answers", **({} if kind == "orpo" else {"sft_weight": float(weight)})}
 
 
 def _lora(run: Run) -> dict[str, Any]:

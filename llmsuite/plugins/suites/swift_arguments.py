@@ -56,10 +56,8 @@ REFUSED: Mapping[str, Refusal] = {
     "router_aux_loss_coef": Refusal(
         "is a load-balancing loss over the micro-batch; nearest key: train.expert_balance_loss"
     ),
-    "rpo_alpha": Refusal("weights answers equally; dpo.sft_weight weights tokens equally"),
     "ld_alpha": Refusal("all tokens of an answer have the same weight"),
     "loss_weights": Refusal("there is one loss"),
-    "cpo_alpha": Refusal("that second loss term is not supported"),
     "packing_length": Refusal("a pack has data.max_length tokens"),
     "packing_strategy": Refusal("packs are filled best-fit", lambda value: value not in (None, "binpack")),
     "sequence_parallel_size": Refusal(
@@ -188,6 +186,10 @@ TRANSLATIONS: Mapping[str, str] = {
     "beta": "beta of the stage",
     "loss_type": "dpo.loss",
     "label_smoothing": "dpo.label_smoothing",
+    "rpo_alpha": "dpo.sft_weight, dpo.sft_mean",
+    "cpo_alpha": "dpo.sft_weight, dpo.sft_mean",
+    "simpo_gamma": "dpo.gamma",
+    "add_non_thinking_prefix": "data.chat_template",
     "*desirable_weight": "section kto",
     "center_rewards_coefficient": "rm.center_rewards",
     "target_modules": "lora.target_modules",

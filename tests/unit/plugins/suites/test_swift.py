@@ -144,6 +144,31 @@ def test_dynamic_fine_tuning(converted: Converted) -> None:
     assert "sft" not in converted(ACTION, {**BARE, "enable_dft_loss": False}).recipe
 
 
+@pytest.mark.parametrize(
+    ("values", "section"),
+    [
+        ({"rpo_alpha": 0.1}, {"beta": 0.1, "loss": "sigmoid", "sft_weight": 0.1, "sft_mean": "answers"}),
+        ({"rpo_alpha": 0}, {"beta": 0.1, "loss": "sigmoid"}),
+        (
+            {"rlhf_type": "simpo"},
+            {"beta": 2.0, "loss": "simpo", "gamma": 1.0, "sft_weight": 1.0, "sft_mean": "answers"},
+        ),
+        (
+            {"rlhf_type": "simpo", "cpo_alpha": 0, "simpo_gamma": 0.5, "per_device_train_batch_size": 4},
+            {"beta": 2.0, "loss": "simpo", "gamma": 0.5},
+        ),
+        (
+            {"rlhf_type": "cpo", "cpo_alpha": 0.5, "label_smoothing": 0.1},
+            {"beta": 0.1, "loss": "cpo", "label_smoothing": 0.1, "sft_weight": 0.5, "sft_mean": "answers"},
+        ),
+        ({"rlhf_type": "orpo"}, {"beta": 0.1, "loss": "orpo", "sft_mean": "answers"}),
+    ],
+)
+def test_losses_on_chosen_answers(values: dict[str, Any], section: dict[str, Any], converted: Converted) -> None:
+    """Means over micro-batches of one pair, which are means over answers."""
+    assert converted(ACTION, {**RLHF, **values}).recipe["dpo"] == section
+
+
 def test_evaluation(converted: Converted) -> None:
     """It follows the checkpoints."""
     held = {**BARE, "val_dataset": "held.jsonl"}
@@ -273,11 +298,16 @@ def test_adapters_and_losses(converted: Converted) -> None:
         ({**BARE, "task_type": "embedding"}, "task_type = embedding"),
         ({**BARE, "torch_dtype": "float8"}, "torch_dtype = float8"),
         ({**BARE, "learning_rat": 1}, "learning_rat = 1: is not known; did you mean learning_rate"),
-        ({**RLHF, "rpo_alpha": 0.1}, r"rpo_alpha = 0\.1"),
+        (
+            {**RLHF, "rpo_alpha": 0.1, "per_device_train_batch_size": 2},
+            r"rpo_alpha = 0\.1: is a loss on chosen answers",
+        ),
+        ({**RLHF, "rlhf_type": "simpo", "per_device_train_batch_size": 2}, r"cpo_alpha = 1\.0: is a loss on chosen"),
+        ({**RLHF, "rlhf_type": "orpo", "per_device_train_batch_size": 2}, "rlhf_type = orpo: is a loss on chosen"),
+        ({**RLHF, "rlhf_type": "cpo", "loss_type": "ipo"}, "loss_type = ipo: of ms-swift's losses, dpo.loss has sig"),
         ({**RLHF, "loss_type": ["sigmoid", "sft"]}, "loss_type = sigmoid,sft"),
         ({**RLHF, "packing": True}, "a pack of pairs is two rows here"),
         ({**RLHF, "truncation_strategy": "right"}, "truncation_strategy = right"),
-        ({**RLHF, "rlhf_type": "simpo"}, "rlhf_type simpo adds a loss"),
         ({**RLHF, "rlhf_type": "gkd"}, "rlhf_type gkd has no stage"),
         ({**RLHF, "rlhf_type": "ppo"}, "llmsuite recipe new --stage ppo"),
         ({**BARE, "command": "swift pt"}, "swift pt trains on each text separately"),
