@@ -215,13 +215,22 @@ class RowReader(SampleReader[S]):
         return read_rows(
             path,
             self.stage.row_kind,
-            data.format,
+            self.format_of(path),
             context.data_formats,
             data.on_bad_row,
             column_rules(context),
             limit=data.max_samples,
             readers=context.readers,
         )
+
+    def format_of(self, path: Path) -> str:
+        """Return the name of the data format of a file, or "auto"."""
+        context = self.stage.context
+        given = context.data.format
+        if isinstance(given, str):
+            return given
+        files = {find_mixture_file(name, "data.format", context.report): found for name, found in given.items()}
+        return files.get(path, "auto")
 
     def digest(self, path: Path) -> str:
         """Compute the digest of the content of a data file."""

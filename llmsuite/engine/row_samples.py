@@ -70,6 +70,7 @@ class ReaderOfRows(Protocol):
     def stage(self) -> SampleMaker[Any]: ...
 
     def read_rows(self, path: Path) -> Rows: ...
+    def format_of(self, path: Path) -> str: ...
     def cached_numbers(self, samples: Sequence[Any]) -> np.ndarray | None: ...
 
 
@@ -189,7 +190,7 @@ class RowsOnDisk:
         formats = stage.context.data_formats
         readers = stage.context.readers
         columns = column_rules(stage.context)
-        conversion = RowConverter(stage.row_kind, data.format, formats, columns, readers)
+        conversion = RowConverter(stage.row_kind, reader.format_of(path), formats, columns, readers)
         entry = cache_root() / "rows" / _name(reader, path)
         faults = Faults(data.on_bad_row)
         cache_pass = _CachePass(row_stage, path, conversion, faults, data.max_samples, reader.cached_numbers)

@@ -316,20 +316,21 @@ def _format_problems(recipe: Recipe, registry: Registry) -> Iterator[Violation]:
     stage = registry.stages[recipe.stage]
     if not isinstance(stage, StageSpec):
         return
-    name = recipe.data.format
+    given = recipe.data.format
     fitting = [f.name for f in registry.data_formats.values() if f.kind == stage.row_kind]
-    if name != "auto" and name not in registry.data_formats:
-        yield "data.format", registry.unknown("data format", name)
-    elif stage.row_kind and not fitting:
-        kinds = ", ".join(sorted({f.kind for f in registry.data_formats.values()}))
-        yield (
-            "stage",
-            f"{stage.name} trains on {stage.row_kind} rows, but no data format has such rows; known kinds: {kinds}",
-        )
-    elif stage.row_kind and name != "auto" and name not in fitting:
-        kind = registry.data_formats[name].kind
-        message = f"{name} has {kind} rows, but stage {stage.name} trains on {stage.row_kind} rows"
-        yield "data.format", f"{message}; choose auto or one of: {', '.join(fitting)}"
+    for name in dict.fromkeys([given] if isinstance(given, str) else given.values()):
+        if name != "auto" and name not in registry.data_formats:
+            yield "data.format", registry.unknown("data format", name)
+        elif stage.row_kind and not fitting:
+            kinds = ", ".join(sorted({f.kind for f in registry.data_formats.values()}))
+            yield (
+                "stage",
+                f"{stage.name} trains on {stage.row_kind} rows, but no data format has such rows; known kinds: {kinds}",
+            )
+        elif stage.row_kind and name != "auto" and name not in fitting:
+            kind = registry.data_formats[name].kind
+            message = f"{name} has {kind} rows, but stage {stage.name} trains on {stage.row_kind} rows"
+            yield "data.format", f"{message}; choose auto or one of: {', '.join(fitting)}"
 
 
 def _names_problems(family: ModelFamily, registry: Registry) -> Iterator[Violation]:

@@ -108,9 +108,9 @@ def unread_columns(
     ):
         return None
     row = checker.first(given, path)
-    if row is None or checker.is_read(row):
+    if row is None or checker.is_read(given, row):
         return None
-    fields = checker.proposed(row)
+    fields = checker.proposed(given, row)
     if not fields and not checker.fits_others(row):
         fields = dict.fromkeys(checker.fields, "")
     if fields:
@@ -184,7 +184,7 @@ class _RowChecker:
 
     def _converted(self, given: str, path: Path, num_rows: int) -> list[tuple[str, Any]]:
         """The first rows of each file with their locations. Raises the UserError that a run would raise."""
-        conversion = self._conversion()
+        conversion = self._conversion(given)
         faults = Faults("skip" if self._skips else "error")
         found = list[tuple[str, Any]]()
         is_all = True
@@ -286,8 +286,8 @@ class _RowChecker:
             return None
         return raw if isinstance(raw, Mapping) else None
 
-    def is_read(self, row: Mapping[str, Any]) -> bool:
-        """Return True if a row has the fields that the stage needs, even with invalid values."""
+    def is_read(self, given: str, row: Mapping[str, Any]) -> bool:
+        """Return True if a row of a file has the fields that the stage needs, even with invalid values."""
         if self._reads_text:
             return all(name in row for name in columns_of(self._columns.get(self.fields[0], self.fields[0])))
         try:
@@ -296,12 +296,12 @@ class _RowChecker:
             return False
         if self._reads_prompts:
             return "prompt" in fields or "messages" in fields
-        name = self._data["format"]
+        name = self._format_of(given)
         formats = [f for f in self._registry.data_formats.values() if f.kind == self._row_kind]
         return any(name in ("auto", f.name) and is_accepted(f.matches, fields) for f in formats)
 
-    def proposed(self, row: Mapping[str, Any]) -> Mapping[str, str]:
-        """The column of each field, for the fields whose column can be guessed."""
+    def proposed(self, given: str, row: Mapping[str, Any]) -> Mapping[str, str]:
+        """The column of each field in a row of a file, for the fields whose column can be guessed."""
         if self._reads_text:
             text = suggest_text_column(row) if not self._columns else None
             if text:
@@ -309,7 +309,7 @@ class _RowChecker:
             return correct_columns(self._columns, row) or {}
         if self._reads_prompts:
             return guess_prompt_columns(row, self._columns) or {}
-        return self._conversion().suggest_columns(row) or {}
+        return self._conversion(given).suggest_columns(row) or {}
 
     def fits_others(self, row: Mapping[str, Any]) -> bool:
         """Return True if other stages can read a row."""
@@ -322,14 +322,24 @@ class _RowChecker:
         if not is_remote(given) and (data_fault(path) is not None or path.suffix in _CORPUS):
             return ""
         row = self.first(given, path)
-        if row is not None and not self._reads_text and not self._reads_prompts and self._conversion().text_advice(row):
+        if (
+            row is not None
+            and not self._reads_text
+            and not self._reads_prompts
+            and self._conversion(given).text_advice(row)
+        ):
             return ""  # the message has two remedies, of which the user has to choose one
-        fields = {} if row is None or self.is_read(row) else self.proposed(row)
+        fields = {} if row is None or self.is_read(given, row) else self.proposed(given, row)
         if self._reads_text and fields and not self._columns:
             return key_option("pretrain.key", *fields.values())
         return columns_option(fields) if fields else ""
 
-    def _conversion(self) -> RowConverter:
+    def _format_of(self, given: str) -> str:
+        """The name of the data format of a file, or "auto"."""
+        found: str | Mapping[str, str] = self._data["format"]
+        return found if isinstance(found, str) else found.get(given, "auto")
+
+    def _conversion(self, given: str) -> RowConverter:
         formats = self._registry.data_formats
         readers = self._registry.stages_by_row_kind()
         columns = ColumnRules(
@@ -340,7 +350,7 @@ class _RowChecker:
             self._data.get("system"),
             self._data.get("fill") or {},
         )
-        return RowConverter(self._row_kind, self._data["format"], formats, columns, readers)
+        return RowConverter(self._row_kind, self._format_of(given), formats, columns, readers)
 
 
 class _TooManyFaults(Exception):

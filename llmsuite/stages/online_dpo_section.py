@@ -58,7 +58,7 @@ class OnlineDpoSection(DpoSection):
         for key, message in super().problems():
             yield key, message.replace("set it to cache", "set it to copy")
         given = self.reference == "copy" or directory_of(self.reference) is not None
-        if given and self.loss in ("simpo", "orpo"):
+        if given and self.loss in ("simpo", "cpo", "orpo"):
             yield "reference", f"is {self.reference}, but loss {self.loss} uses no reference; remove it"
         if self.reference == "cache":
             yield "reference", "is cache, but the answers are not known before they are sampled; set it to copy"

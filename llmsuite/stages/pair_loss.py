@@ -44,6 +44,7 @@ class PairLoss:
         self._smoothing = section.label_smoothing
         self._gamma = section.gamma
         self._sft_weight = section.effective_sft_weight
+        self._sft_mean = section.sft_mean
         self._has_reference = section.reference_from != "none"
         self._profile = profile
         self._temperature = temperature
@@ -81,7 +82,7 @@ class PairLoss:
         return {f"kl/{side}": ((ratios * weights).sum(), batch["weight"]) for side, ratios in sides}
 
     def terms(self, model: Any, batch: Batch) -> LossTerms:
-        """Sum over the pairs, each with weight 1. The term of `sft_weight` is a mean over tokens."""
+        """Sum over the pairs, each with weight 1. The term of `sft_weight` is a mean over tokens, or over answers."""
         logps, nll = self._logps(model, batch)
         chosen, rejected = split_pairs(logps.astype("float32"), batch)
         weights = tensor(batch, "pair_weights")
@@ -93,8 +94,13 @@ class PairLoss:
         if self._sft_weight:
             of_chosen = -(chosen * weights)
             sums["nll/chosen"] = of_chosen.detach().sum(), total(batch, "chosen_tokens")
-            # the loss is divided by the number of pairs; the factor makes this term a mean over tokens
-            loss = loss + (of_chosen * stat(batch, "pairs_per_token")).sum() * self._sft_weight
+            # the loss is divided by the number of pairs; the factor makes this term a mean over tokens, and without it
+            # the term is a mean over answers
+            if self._sft_mean == "tokens":
+                of_chosen = of_chosen * stat(batch, "pairs_per_token")
+            else:
+                of_chosen = of_chosen / split_pairs(tokens_by_answer(batch), batch)[0]
+            loss = loss + of_chosen.sum() * self._sft_weight
         if "sampled_logps" in batch:
             gap = (nll.detach() + tensor(batch, "sampled_logps")).abs()
             sums["logprob_gap"] = sum_of_tokens(gap, batch), total(batch, "num_supervised")
@@ -119,6 +125,10 @@ class PairLoss:
 
     def _losses_of_sides(self, chosen: _Side, rejected: _Side) -> tuple[Tensor, Tensor, Tensor]:
         """Loss, chosen reward and rejected reward of each pair, [P] each, as `loss` of the section defines them."""
+        if self._kind == "cpo":
+            # no reference, and sums over the tokens
+            rewards = self._beta * chosen.logps.astype("float32"), self._beta * rejected.logps.astype("float32")
+            return preference_losses.sigmoid(rewards[0] - rewards[1], self._smoothing), *rewards
         if not self._has_reference:
             means = chosen.mean_logps, rejected.mean_logps
             rewards = self._beta * means[0], self._beta * means[1]

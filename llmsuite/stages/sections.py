@@ -24,31 +24,34 @@ from llmsuite.stages.eval_metrics import loss_metrics
 PENALTIES = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
 """Penalties of sampling, and the values that switch them off."""
 
-_SMOOTHED = ("sigmoid", "simpo")
-_REFERENCE_FREE = ("simpo", "orpo")
+_SMOOTHED = ("sigmoid", "simpo", "cpo")
+_REFERENCE_FREE = ("simpo", "cpo", "orpo")
 
 
 @dataclasses.dataclass(kw_only=True)
 class DpoSection(Section):
     """Direct preference optimisation: trains on pairs of a chosen and a rejected answer."""
 
-    loss: Literal["sigmoid", "ipo", "ipo_mean", "hinge", "kto_pair", "simpo", "orpo"] = "sigmoid"
+    loss: Literal["sigmoid", "ipo", "ipo_mean", "hinge", "kto_pair", "simpo", "cpo", "orpo"] = "sigmoid"
     """sigmoid: Rafailov et al. 2023 (arXiv 2305.18290); hinge: Zhao et al. 2023 (SLiC-HF, arXiv 2305.10425);
     ipo: Azar et al. 2023 (arXiv 2310.12036); ipo_mean: with log-ratios divided by the tokens of the answer, what TRL
     and PaddleNLP call ipo; kto_pair: KTO's on pairs; without a reference model, simpo: Meng et al. 2024 (arXiv
-    2405.14734), and orpo: Hong et al. 2024 (arXiv 2403.07691)."""
+    2405.14734), cpo: Xu et al. 2024 (arXiv 2401.08417), and orpo: Hong et al. 2024 (arXiv 2403.07691)."""
     beta: PositiveFloat = 0.1
     """Strength of the penalty for deviation from the reference; tau of ipo and ipo_mean, lambda of orpo."""
     label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0
-    """Assumed share of pairs whose labels are swapped (conservative DPO); for the losses sigmoid and simpo."""
+    """Assumed share of pairs whose labels are swapped (conservative DPO); for the losses sigmoid, simpo and cpo."""
     gamma: NonNegativeFloat = 0.0
     """Target margin of simpo between the rewards of both answers."""
     sft_weight: NonNegativeFloat = 0.0
     """Weight of an SFT term: the mean negative log-probability of the tokens of chosen answers. 1 with orpo."""
+    sft_mean: Literal["tokens", "answers"] = "tokens"
+    """Mean of the SFT term. tokens: over the tokens of all chosen answers of the global batch; answers: over the tokens
+    of each chosen answer, then over these answers."""
     reference: Literal["cache", "adapter_off", "none"] | None = None
     """Source of the log-probabilities of the reference model, which is the initial model. cache: computed before the
     first step and cached on disk; adapter_off: computed in each step by the model without its adapter, which needs
-    `lora.rank`; none: no reference. Default: "none" for simpo and orpo, else "cache"."""
+    `lora.rank`; none: no reference. Default: "none" for simpo, cpo and orpo, else "cache"."""
 
     def profile(self) -> StageProfile:
         """Pre-passes: the number of tokens for the term of `sft_weight`, then the reference, then the KL divergence of
@@ -58,7 +61,8 @@ class DpoSection(Section):
         prepasses: list[PrePass] = []
         if self.effective_sft_weight:
             sums.append("nll/chosen")
-            prepasses.append(PrePass(kind="batch", sums=("pairs_per_token",)))
+            if self.sft_mean == "tokens":
+                prepasses.append(PrePass(kind="batch", sums=("pairs_per_token",)))
         if self.reference_from == "adapter_off":
             prepasses.append(PrePass(kind="adapters_off"))
         if self.loss == "kto_pair":
@@ -81,17 +85,19 @@ class DpoSection(Section):
         if self.reference in ("cache", "adapter_off") and self.loss in _REFERENCE_FREE:
             yield "reference", f"is {self.reference}, but loss {self.loss} uses no reference; remove it"
         if self.reference == "none" and self.loss not in _REFERENCE_FREE:
-            free = " or ".join(_REFERENCE_FREE)
+            free = f"{', '.join(_REFERENCE_FREE[:-1])} or {_REFERENCE_FREE[-1]}"
             yield "reference", f"is none, but loss {self.loss} needs one; set it to cache, or loss to {free}"
 
     def unused(self) -> Iterator[tuple[str, str]]:
         if self.loss not in _SMOOTHED:
-            known = " and ".join(_SMOOTHED)
+            known = f"{', '.join(_SMOOTHED[:-1])} and {_SMOOTHED[-1]}"
             yield "label_smoothing", f"works with loss {known} only, and loss is {self.loss}; set it to 0"
         if self.loss != "simpo":
             yield "gamma", f"is the margin of simpo, and loss is {self.loss}; set it to 0"
         if self.loss == "orpo":
             yield "sft_weight", "has no effect with loss orpo, which has this term with weight 1; set it to 0"
+        if not self.effective_sft_weight:
+            yield "sft_mean", "has no effect without an SFT term; set sft_weight, or remove it"
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -17,6 +17,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "simpo": {"loss": "simpo", "beta": 2.0, "gamma": 0.5},
     "kto_pair": {"loss": "kto_pair", "beta": 0.5},
     "sigmoid and sft": {"sft_weight": 0.3},
+    "cpo and sft of answers": {"loss": "cpo", "beta": 0.5, "sft_weight": 0.3, "sft_mean": "answers"},
+    "orpo with sft of answers": {"loss": "orpo", "beta": 0.5, "sft_mean": "answers"},
 }
 
 

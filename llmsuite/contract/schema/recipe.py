@@ -97,9 +97,10 @@ class DataSection(Section):
     `split_dataset_ratio` of ms-swift with `data_seed` set to the recipe's `seed`: holdout is a share of each file, and
     a sample of more rows than there are repeats rows. axolotl: as `val_set_size` of Axolotl: the last rows in the order
     of `datasets.Dataset.shuffle(SEED)`, after those that are longer than max_length are dropped."""
-    format: str = "auto"
+    format: str | dict[str, str] = "auto"
     """Name of a registered data format (`llmsuite list formats` shows them), or "auto" to detect it from the first
-    row."""
+    row. Or the format of several files of train, mix and eval, such as {FILE: "alpaca"}; that of other files is
+    detected."""
     columns: dict[str, str] = dataclasses.field(default_factory=dict)
     """Fields of the data format and their source: the name of a column, or a template with columns in braces, such as
     "{question} {context}". Rows then have exactly these fields. Default: the columns of the data."""
@@ -177,6 +178,11 @@ class DataSection(Section):
         yield from fill_problems(self.fill)
         yield from self._evaluation_problems()
         yield from self._choice_problems()
+        yield from self._format_problems()
+
+    def format_of(self, name: str) -> str:
+        """Return the data format of a file of train, mix or eval: a name, or "auto"."""
+        return self.format if isinstance(self.format, str) else self.format.get(name, "auto")
 
     @property
     def longest_sample(self) -> int:
@@ -219,6 +225,17 @@ class DataSection(Section):
                 "pack_length",
                 f"is {self.pack_length}, and a row may have data.max_length {self.max_length}; raise it",
             )
+
+    def _format_problems(self) -> Iterator[tuple[str, str]]:
+        if isinstance(self.format, str):
+            return
+        evaluations = self.eval.values() if isinstance(self.eval, dict) else [self.eval]
+        files = [self.train, *self.mix, *(name for name in evaluations if name is not None)]
+        if not self.format:
+            yield "format", 'names no file; name one, or set it to "auto"'
+        for name in self.format:
+            if name not in files:
+                yield "format", f"names {name}, which is no file of data.train, mix or eval: {', '.join(files)}"
 
     def _evaluation_problems(self) -> Iterator[tuple[str, str]]:
         if isinstance(self.eval, str) and self.holdout is not None:

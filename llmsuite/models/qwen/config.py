@@ -142,6 +142,8 @@ def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool =
     }
 
 
+_LONG = {"max_position_embeddings": 262144, "rope_theta": 5000000.0}
+
 # huggingface.co/Qwen/Qwen2-SIZE-Instruct, Qwen2.5-SIZE-Instruct, Qwen3-SIZE, config.json
 PRESETS: dict[str, dict[str, Any]] = {
     "qwen2-0.5b": _qwen2(896, 4864, 24, 14, 2, 151936, tied=True),
@@ -161,6 +163,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-8b": _qwen3(4096, 12288, 36, 32),
     "qwen3-14b": _qwen3(5120, 17408, 40, 40),
     "qwen3-32b": _qwen3(5120, 25600, 64, 64),
+    # huggingface.co/Qwen/Qwen3-4B-Instruct-2507, Qwen3-4B-Thinking-2507, config.json
+    "qwen3-4b-2507": _qwen3(2560, 9728, 36, 32, tied=True) | _LONG,
 }
 """Shapes as published."""
 

@@ -129,6 +129,18 @@ PRESETS: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "max_position_embeddings": 40960,
     },
+    # huggingface.co/Qwen/Qwen3-30B-A3B-Instruct-2507, Qwen3-235B-A22B-Instruct-2507 and -Thinking-2507, config.json
+    "qwen3-30b-a3b-2507": {"head_dim": 128, "max_position_embeddings": 262144, "rope_theta": 10000000.0},
+    "qwen3-235b-a22b-2507": {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "num_hidden_layers": 94,
+        "num_attention_heads": 64,
+        "head_dim": 128,
+        "max_position_embeddings": 262144,
+        "rope_theta": 5000000.0,
+    },
 }
 """Shapes as published."""
 

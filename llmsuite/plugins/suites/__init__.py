@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-from llmsuite.contract.hookspecs import ConversionOptions, ConvertedRecipe, RewardSpec, SuiteSpec, hookimpl
+from llmsuite.contract.hookspecs import ConversionOptions, ConvertedRecipe, DataFormat, RewardSpec, SuiteSpec, hookimpl
 from llmsuite.contract.registry import Registry
 
 _PADDLENLP = "the arguments of PaddleNLP's llm/ scripts: JSON, or a shell script"
@@ -25,6 +25,13 @@ def llmsuite_register_suites() -> list[SuiteSpec]:
         for name, text in _OTHERS.items()
     ]
     return [SuiteSpec(name="paddlenlp", help=_PADDLENLP, convert=_convert_paddlenlp), *others]
+
+
+@hookimpl
+def llmsuite_register_data_formats() -> list[DataFormat]:
+    from llmsuite.plugins.suites.swift_formats import FORMATS
+
+    return FORMATS
 
 
 @hookimpl

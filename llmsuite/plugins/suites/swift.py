@@ -11,11 +11,11 @@ from typing import Any
 
 from llmsuite.base.errors import UserError
 from llmsuite.base.safe_files import exists
-from llmsuite.plugins.suites import grpo, model, swift_arguments, trainer
+from llmsuite.plugins.suites import grpo, model, swift_arguments, swift_templates, trainer
 from llmsuite.plugins.suites.conversion.arguments import read_command
 from llmsuite.plugins.suites.conversion.kinds import ONE_OR_MAPPING, WORDS, is_on
 from llmsuite.plugins.suites.suite import Run, Suite
-from llmsuite.plugins.suites.swift_data_sets import OWN_RULES
+from llmsuite.plugins.suites.swift_data_sets import OWN_RULES, own_format
 
 _COMMANDS = ("sft", "pt", "rlhf")
 _LISTS = (
@@ -25,20 +25,19 @@ _LISTS = (
 """Arguments with several values, separated by spaces on the command line."""
 _ENVIRONMENT = ("NPROC_PER_NODE", "NNODES", "USE_HF")
 """Environment variables that set the number of ranks and the hub."""
-_STAGES = {"dpo": "dpo", "kto": "kto", "rm": "rm", "grpo": "grpo"}
+_STAGES = {"dpo": "dpo", "simpo": "dpo", "cpo": "dpo", "orpo": "dpo", "kto": "kto", "rm": "rm", "grpo": "grpo"}
 _GRPO = grpo.GrpoDefaults(
     beta=0.04, temperature=0.9, loss="grpo", rewards={"accuracy": "swift_accuracy", "format": "swift_format"}
 )
-_LOSSES = {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo_mean"}
+_LOSSES = {
+    "dpo": {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo_mean"},
+    "simpo": {"simpo": "simpo"},
+    "cpo": {"sigmoid": "cpo", "simpo": "simpo"},
+    "orpo": {"orpo": "orpo"},
+}
+"""Values of `loss_type` -> dpo.loss, by `rlhf_type`; the first one is the default. orpo has no `loss_type`."""
 _SELF_COGNITION = "self-cognition"
 """Data set with places for the names of a model and its author."""
-_WITH_SYSTEM = r"qwen-?2-(57b-a14b|[\d.]+b)(-instruct)?/?$|qwen-?2\.5-(coder-)?[\d.]+b-instruct/?$"
-"""Models whose tokenizers have the templates of ms-swift, with the same default system turn. Others, such as
-Qwen1.5, Qwen2.5-Math and Qwen2.5-1M, have another text in it."""
-_QWEN_2_5_BASE = r"qwen-?2\.5-(coder-)?[\d.]+b/?$"
-"""Models for which ms-swift has the template of Qwen2.5-Instruct, and whose tokenizers have another system turn."""
-_WITHOUT_SYSTEM = r"qwen-?3-.*instruct-2507|llama-?3-(8|70)b"
-"""Models whose tokenizers have the templates of ms-swift, without a default system turn."""
 _TO_16_BITS = {None: "bf16", "bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "float32": "fp16"}
 """Precision by `torch_dtype`; float32 also trains in mixed precision."""
 _MIN_BATCH = 16
@@ -99,7 +98,7 @@ def without_stage(kind: str) -> str:
     if kind in ("grpo", "ppo"):
         return f"has its own rewards and sampling; llmsuite recipe new --stage {kind}"
     if kind in ("simpo", "cpo", "orpo"):
-        return "adds a loss on the chosen answers"
+        return "is not known with Megatron"
     if kind == "rm":
         return "has a head whose initial values are not known; llmsuite recipe new --stage rm"
     if kind == "gkd":
@@ -147,9 +146,27 @@ def _recipe(run: Run) -> dict[str, Any]:
         recipe["lora"] = _lora(run)
     elif not is_full:
         run.refuse(name, kind, "supported are full fine-tuning (full) and adapters (lora)")
+    metric = run.given("metric_for_best_model")
     recipe["checkpoint"] = trainer.checkpoint(run, has_evaluation(recipe), defaults)
+    _stop_early(run, recipe, metric)
     recipe |= trainer.ends(run)
     return {key: value for key, value in recipe.items() if value != {}}
+
+
+def _stop_early(run: Run, recipe: dict[str, Any], metric: Any) -> None:
+    """Set early stopping, for which ms-swift counts checkpoints: the same as evaluations at the same steps."""
+    key = "early_stop_interval"
+    patience = run.integer(key, 0)
+    if patience <= 0:
+        return
+    steps = recipe["train"].get("eval_steps")
+    if steps is None or steps != recipe["checkpoint"].get("save_steps"):
+        run.refuse(key, patience, "counts checkpoints; train.early_stopping.patience counts evaluations, which are "
+                                  "at other steps")  # fmt: skip
+    elif metric not in (None, "loss", "eval_loss") or run.section == "grpo":
+        run.refuse(key, patience, "is for another metric than the loss; nearest key: train.early_stopping.metric")
+    else:
+        recipe["train"]["early_stopping"] = {"patience": patience}
 
 
 def kind_of_tuner(run: Run, default: str) -> str:
@@ -212,9 +229,36 @@ def precision(run: Run) -> str:
 
 def read_devices(run: Run) -> None:
     """Set the number of devices that the launcher's variables name."""
-    ranks = run.integer("NPROC_PER_NODE", 0)
-    machines = run.integer("NNODES", 1)
-    run.file_devices = ranks * machines or None
+    ranks = _environment_number(run, "NPROC_PER_NODE", 0)
+    machines = _environment_number(run, "NNODES", 1)
+    run.file_devices = ranks * machines or _ray_devices(run) or None
+
+
+def _environment_number(run: Run, key: str, default: int) -> int:
+    """Return a number of ranks or machines; 0 for a variable that the script does not set."""
+    given = run.given(key)
+    if not isinstance(given, str) or not given.startswith("$"):
+        return int(run.integer(key, default))
+    run.left_out(key, run.take(key), "is set outside of the script; --num_devices N gives the number of devices")
+    return 0
+
+
+def _ray_devices(run: Run) -> int:
+    """Return the number of devices of `device_groups`, the ranks of a training on Ray; 0 if it is not given."""
+    given = run.take("device_groups", ONE_OR_MAPPING)
+    if given is None:
+        return 0
+    groups = dict(given) if isinstance(given, dict) else {}
+    groups.pop("nproc_per_node", None)
+    group = next(iter(groups.values())) if len(groups) == 1 else None
+    count = 0
+    if isinstance(group, dict) and group.get("workers") == ["default"]:
+        ranks = group.get("ranks")
+        found = re.fullmatch(r"list\(range\((?:0, *)?(\d+)\)\)", ranks) if isinstance(ranks, str) else None
+        count = int(found[1]) if found is not None else ranks if type(ranks) is int else 0
+    if count < 1:
+        run.refuse("device_groups", given, "names other ranks on Ray than 0 to N of one group, whose worker is default")
+    return count
 
 
 def _accumulate(run: Run, launch: Mapping[str, Any]) -> None:
@@ -232,7 +276,20 @@ def has_evaluation(recipe: Mapping[str, Any]) -> bool:
 
 
 def evaluate(run: Run, recipe: dict[str, Any]) -> None:
-    """Set the evaluation keys; by default evaluations are at the steps of checkpoints."""
+    """Set the evaluation keys, by default those of checkpoints, and the formats of the data that is used."""
+    _evaluate(run, recipe)
+    formats = recipe["data"].pop("format", {})
+    used = {name: found for name, found in formats.items() if name in _sources(recipe["data"])}
+    if used:
+        recipe["data"]["format"] = used if len(_sources(recipe["data"])) > 1 else next(iter(used.values()))
+
+
+def _sources(data: Mapping[str, Any]) -> list[str]:
+    """Return the files and data sets of section data."""
+    return [data["train"], *data.get("mix", ()), *([data["eval"]] if "eval" in data else [])]
+
+
+def _evaluate(run: Run, recipe: dict[str, Any]) -> None:
     if not has_evaluation(recipe):
         for key in ("eval_strategy", "eval_steps"):
             value = run.take(key)
@@ -250,8 +307,9 @@ def evaluate(run: Run, recipe: dict[str, Any]) -> None:
 def data(run: Run, hub: str) -> dict[str, Any]:
     """Return section data."""
     words = run.words("dataset")
-    sources = [_source(run, "dataset", word, hub) for word in words]
-    held_out = [_source(run, "val_dataset", word, hub) for word in run.words("val_dataset")]
+    formats: dict[str, str] = {}
+    sources = [_source(run, "dataset", word, hub, formats) for word in words]
+    held_out = [_source(run, "val_dataset", word, hub, formats) for word in run.words("val_dataset")]
     if not sources:
         raise UserError(f"{run.name}: has no dataset")
     if len(set(sources)) < len(sources):
@@ -268,6 +326,8 @@ def data(run: Run, hub: str) -> dict[str, Any]:
                 ", ".join(held_out),
                 "sets of data.eval have metrics of their own; join their rows in a file",
             )
+    if formats:
+        found["format"] = formats
     cognitions = [_is_cognition(source.partition("?")[0]) for source in (*sources, *held_out)]
     if any(cognitions):
         found["fill"] = _names(run)
@@ -287,7 +347,7 @@ def data(run: Run, hub: str) -> dict[str, Any]:
     # the sampler of prompts does not read train_dataloader_shuffle
     if _is_off(run, "dataset_shuffle") and (run.section == "grpo" or _is_off(run, "train_dataloader_shuffle")):
         found["shuffle"] = False
-    found |= _system(run) | _template(run)
+    found |= _system(run) | swift_templates.template(run)
     return found | trainer.loading(run)
 
 
@@ -298,7 +358,7 @@ def _system(run: Run) -> dict[str, Any]:
         run.refuse("system", run.take("system"), "is a file; write its text into data.system")
         return {}
     weights = str(run.given(run.suite.model_key))
-    found = model.system(run, "system", re.search(_WITHOUT_SYSTEM, weights, re.IGNORECASE) is None)
+    found = model.system(run, "system", not swift_templates.has_no_system(weights))
     return {key: text.replace("\\n", "\n") for key, text in found.items()}
 
 
@@ -319,9 +379,14 @@ def _chosen(run: Run, words: Sequence[str], sources: Sequence[str]) -> dict[str,
     """Return the keys that choose rows, for COUNT of data sets, NAME#COUNT, and for `split_dataset_ratio`."""
     found: dict[str, Any] = {}
     counts = {}
+    streams = is_on(run.given("streaming"))
     for word, source in zip(words, sources):
         _, mark, count = word.partition("#")
         why = _other_choice(run)
+        if streams and len(words) == 1 and not run.given("val_dataset") and count.isdecimal() and int(count):
+            run.note("data.max_samples: the first rows, as ms-swift has them with streaming")
+            _held_out_ratio(run)  # which reports that it has no effect
+            return {"max_samples": int(count)}
         if not mark:
             continue
         if not count.isdecimal() or not int(count):
@@ -387,8 +452,9 @@ def _is_off(run: Run, key: str) -> bool:
     return key in run.left and not is_on(run.take(key))
 
 
-def _source(run: Run, key: str, word: str, hub: str) -> str:
-    """Return a data set, NAME:SUBSET#COUNT or a file, as a value of `data.train`."""
+def _source(run: Run, key: str, word: str, hub: str, formats: dict[str, str]) -> str:
+    """Return a data set, NAME:SUBSET#COUNT or a file, as a value of `data.train`; add it to `formats` if a data format
+    has ms-swift's rules for it."""
     name, _, count = word.partition("#")
     if count and key == "val_dataset":
         run.refuse(key, word, f"takes the first rows; write them into a file, or leave out #{count}")
@@ -400,19 +466,26 @@ def _source(run: Run, key: str, word: str, hub: str) -> str:
     name, _, subset = name.partition(":")
     if name == _SELF_COGNITION:
         name = "modelscope/self-cognition" if hub == "hf:" else "swift/self-cognition"
-    if name.rpartition("/")[2] in OWN_RULES:
+    own = own_format(name, subset, run.section)
+    if own is None and name.rpartition("/")[2] in OWN_RULES:
         run.refuse(key, word, f"ms-swift reads {name} by rules of its own; write its rows into a file")
     if "/" in subset or subset == "all":
         run.refuse(key, word, "is of several subsets; name each: NAME:SUBSET")
     if _is_cognition(name):
-        if subset:
+        if subset and own is None:
             run.refuse(key, word, "adds texts to questions and answers; write its rows into a file")
         if not {"{{NAME}}", "{{AUTHOR}}"} <= set(_names(run)):
             why = "needs one model_name and one model_author, of one word; otherwise write its rows into a file"
             run.refuse(key, word, why)
-    run.note(f"data.train: {name} is read by its columns; if ms-swift has special rules for it, rows may differ")
     options = f"&config={subset}" if subset else ""
-    return f"{hub}{name}?split=train{options}"
+    if own is None:
+        run.note(f"data.train: {name} is read by its columns; if ms-swift has special rules for it, rows may differ")
+    elif _is_cognition(name):
+        options = ""  # ms-swift names its rules like subsets
+    source = f"{hub}{name}?split=train{options}"
+    if own is not None:
+        formats[source] = own
+    return source
 
 
 def _length(run: Run) -> int:
@@ -430,25 +503,6 @@ def _length(run: Run) -> int:
     return int(run.family.config_cls(**run.family.presets[run.preset]).max_position_embeddings)
 
 
-def _template(run: Run) -> dict[str, Any]:
-    """Return `data.chat_template`; refuse templates, and models whose template of ms-swift is not known to be that of
-    the tokenizer or a built-in one."""
-    weights = str(run.given(run.suite.model_key))
-    given = run.take("template")
-    if given is None and re.search(_QWEN_2_5_BASE, weights, re.IGNORECASE):
-        run.note("data.chat_template: qwen2.5, ms-swift's for this model; that of its tokenizer has another system "
-                 "turn. Tokens after the end of an answer are not supervised")  # fmt: skip
-        return {"chat_template": "qwen2.5"}
-    if given is not None or not re.search(f"{_WITH_SYSTEM}|{_WITHOUT_SYSTEM}", weights, re.IGNORECASE):
-        why = "is a template of ms-swift, which may differ from the tokenizer's in system turns or thoughts"
-        if re.search(r"qwen-?2\.5", weights, re.IGNORECASE):
-            why = f"{why}; nearest key: data.chat_template qwen2.5"
-        run.refuse("template", given or "not given", f"for {weights} it {why}")
-    run.note("data.chat_template: that of the tokenizer, which equals ms-swift's; tokens after the end of an answer "
-             "are not supervised")  # fmt: skip
-    return {}
-
-
 def own_section(run: Run) -> dict[str, Any]:
     """Return the section of the stage."""
     strategy = run.take("truncation_strategy") or "delete"
@@ -458,15 +512,20 @@ def own_section(run: Run) -> dict[str, Any]:
     usual = "default" if run.section == "sft" else "last_round"
     if scale not in (None, usual):
         run.refuse("loss_scale", scale, "all tokens of assistant turns have the same weight")
+    is_dft = run.flag("enable_dft_loss")
     if run.section == "sft":
         loss = run.words("loss_type")
         if loss:
             run.refuse("loss_type", ", ".join(loss), "all supervised tokens have the same weight")
-        return {"truncate": True} if strategy == "right" else {}
+        found: dict[str, Any] = {"loss": "dft"} if is_dft else {}
+        return found | ({"truncate": True} if strategy == "right" else {})
+    if is_dft:
+        run.refuse("enable_dft_loss", True, "is a loss of sft")
     if run.section == "rm":
         weight = run.number("center_rewards_coefficient", 0)
         return {"center_rewards": float(weight)} if weight else {}
-    own: dict[str, Any] = {"beta": float(run.number("beta", 0.1))}
+    kind = str(run.given("rlhf_type") or "dpo")
+    own: dict[str, Any] = {"beta": float(run.number("beta", 2.0 if kind == "simpo" else 0.1))}
     if run.section == "kto":
         run.note("kto: the KL divergence is estimated over the global batch; there, over the current micro-batches")
         for key in ("desirable_weight", "undesirable_weight"):
@@ -474,14 +533,34 @@ def own_section(run: Run) -> dict[str, Any]:
             if weight != 1:
                 own[key] = float(weight)
         return own
-    kinds = run.words("loss_type") or ["sigmoid"]
-    if len(kinds) != 1 or kinds[0] not in _LOSSES:
-        run.refuse("loss_type", ",".join(kinds), f"of ms-swift's losses, dpo.loss has {', '.join(_LOSSES)}")
-    own["loss"] = _LOSSES.get(kinds[0], "sigmoid")
+    losses = _LOSSES.get(kind, {"sigmoid": "sigmoid"})
+    kinds = run.words("loss_type") or [next(iter(losses))]
+    if len(kinds) != 1 or kinds[0] not in losses:
+        run.refuse("loss_type", ",".join(kinds), f"of ms-swift's losses, dpo.loss has {', '.join(losses)}")
+    own["loss"] = losses.get(kinds[0], next(iter(losses.values())))
     smoothing = run.number("label_smoothing", 0)
-    if smoothing and kinds == ["sigmoid"]:
+    if smoothing and own["loss"] in ("sigmoid", "simpo", "cpo"):
         own["label_smoothing"] = float(smoothing)
-    return own
+    if own["loss"] == "simpo":
+        own["gamma"] = float(run.number("simpo_gamma", 1.0))
+    return own | _sft_term(run, kind)
+
+
+def _sft_term(run: Run, kind: str) -> dict[str, Any]:
+    """Return the keys of the loss term on the chosen answers. In ms-swift it is a mean over the tokens of a
+    micro-batch: over those of each answer, where a micro-batch has one."""
+    key = {"dpo": "rpo_alpha", "orpo": "rlhf_type"}.get(kind, "cpo_alpha")
+    weight: Any = 1.0
+    if kind != "orpo":
+        weight = run.number(key, 0.0 if kind == "dpo" else 1.0)
+    if not weight:
+        return {}
+    micro = run.given("per_device_train_batch_size")
+    if micro not in (None, 1):
+        name = run.written("per_device_train_batch_size")
+        run.refuse(key, kind if kind == "orpo" else weight, f"is a loss on chosen answers, a mean over the tokens of a "
+                   f"micro-batch; with {name} 1 it is dpo.sft_weight with dpo.sft_mean answers")  # fmt: skip
+    return {"sft_mean": "answers", **({} if kind == "orpo" else {"sft_weight": float(weight)})}
 
 
 def _lora(run: Run) -> dict[str, Any]:

@@ -15,7 +15,6 @@ _ADAPTERS = Refusal("nearest key: model.weights, after `llmsuite merge` of adapt
 
 REFUSED: Mapping[str, Refusal] = {
     "interleave_prob": Refusal("rows of all files have the same weight; nearest key: data.mix"),
-    "device_groups": Refusal("names the ranks of a training on Ray; give them by --num_devices"),
     "custom_dataset_info": Refusal("rows are read by their format: data.format"),
     "cached_dataset": Refusal("rows are read as text: data.train"),
     "cached_val_dataset": Refusal("rows are read as text: data.eval"),
@@ -53,22 +52,18 @@ REFUSED: Mapping[str, Refusal] = {
     "optimizer": _OPTIMIZER,
     "use_galore": _OPTIMIZER,
     "lisa_activated_layers": _FROZEN,
-    "enable_dft_loss": Refusal("its mean may be another one; nearest key: sft.loss"),
     "enable_channel_loss": Refusal("all supervised tokens have the same weight"),
     "router_aux_loss_coef": Refusal(
         "is a load-balancing loss over the micro-batch; nearest key: train.expert_balance_loss"
     ),
-    "rpo_alpha": Refusal("weights answers equally; dpo.sft_weight weights tokens equally"),
     "ld_alpha": Refusal("all tokens of an answer have the same weight"),
     "loss_weights": Refusal("there is one loss"),
-    "cpo_alpha": Refusal("that second loss term is not supported"),
     "packing_length": Refusal("a pack has data.max_length tokens"),
     "packing_strategy": Refusal("packs are filled best-fit", lambda value: value not in (None, "binpack")),
     "sequence_parallel_size": Refusal(
         "sequences are split over these ranks, which is not supported", lambda value: value not in (None, 1)
     ),
     "deepspeed_autotp_size": Refusal("nearest key: parallel.tensor_parallel_degree"),
-    "early_stop_interval": Refusal("counts checkpoints; nearest key: train.early_stopping.patience"),
     "predict_with_generate": Refusal("answers are compared by other metrics; nearest key: generation.max_new_tokens"),
     "eval_use_evalscope": Refusal("evaluation on benchmarks is a command of its own: llmsuite eval"),
     "max_epochs": Refusal("nearest key: train.num_epochs"),
@@ -171,6 +166,9 @@ TRANSLATIONS: Mapping[str, str] = {
     "USE_HF": "model.weights, data.train",
     "NPROC_PER_NODE": "launch.num_devices",
     "NNODES": "launch.nnodes",
+    "device_groups": "launch.num_devices",
+    "enable_dft_loss": "sft.loss",
+    "early_stop_interval": "train.early_stopping.patience",
     "dataset": "data.train, data.mix, data.sample",
     "split_dataset_ratio": "data.holdout, data.choice",
     "val_dataset": "data.eval",
@@ -188,6 +186,10 @@ TRANSLATIONS: Mapping[str, str] = {
     "beta": "beta of the stage",
     "loss_type": "dpo.loss",
     "label_smoothing": "dpo.label_smoothing",
+    "rpo_alpha": "dpo.sft_weight, dpo.sft_mean",
+    "cpo_alpha": "dpo.sft_weight, dpo.sft_mean",
+    "simpo_gamma": "dpo.gamma",
+    "add_non_thinking_prefix": "data.chat_template",
     "*desirable_weight": "section kto",
     "center_rewards_coefficient": "rm.center_rewards",
     "target_modules": "lora.target_modules",

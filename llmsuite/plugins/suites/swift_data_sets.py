@@ -20,3 +20,29 @@ OWN_RULES = {
     "zh_cls_fudan-news", "zh_ner-JAVE", "zhihu_rlhf_3k",
 }  # fmt: skip
 """Names without their organisation, by which ms-swift finds its rules."""
+_FORMATS = {
+    "alpaca-gpt4-data-zh": "swift_alpaca_zh",
+    "LongAlpaca-12k": "swift_long_alpaca",
+    "self-cognition:qwen3": "swift_self_cognition_qwen3",
+    "self-cognition:empty_think": "swift_self_cognition_empty_think",
+    "shareAI-Llama3-DPO-zh-en-emoji": "swift_emoji_pairs",
+    "DPO-zh-en-emoji": "swift_emoji_pairs",
+}
+"""Data formats that have these rules, by NAME or NAME:SUBSET."""
+_SECTIONS = {"swift_emoji_pairs": ("dpo", "rm")}
+"""Sections of the stages that read a format; the others are for sft."""
+
+
+def own_format(name: str, subset: str, section: str) -> str | None:
+    """Return the data format that has ms-swift's rules for a data set; None if none has.
+
+    Args:
+        name: of the data set, with or without its organisation.
+        subset: of the data set; "" for none.
+        section: of the stage, whose kind of rows the format has to have.
+    """
+    known = name.rpartition("/")[2]
+    found = _FORMATS.get(f"{known}:{subset}" if subset else known)
+    if found is None or section not in _SECTIONS.get(found, ("sft",)):
+        return None
+    return found

@@ -119,7 +119,6 @@ IGNORED: Mapping[str, str] = {
     "eval_iters": "evaluation takes all rows",
     "tensorboard_*": "nearest key: loggers",
     "wandb_*": "nearest key: loggers",
-    "enable_dft_loss": "all supervised tokens have the same weight",
     **swift_arguments.IGNORED,
 }
 TRANSLATIONS: Mapping[str, str] = {

@@ -176,6 +176,7 @@ def test_every_format_has_an_example_that_is_read(tmp_path: Path, registry: Regi
             assert [document for document, _ in read_documents(path, "lines", "text")] == ["A document."]
         kind = registry.data_formats[name].kind
         rules = ColumnRules(capabilities=frozenset({"plain_text", "ranked"}))
-        found = read_rows(path, kind, "auto", registry.data_formats, columns=rules)
-        assert found == read_rows(path, kind, name, registry.data_formats, columns=rules)
+        found = read_rows(path, kind, name, registry.data_formats, columns=rules)
         assert len(found) == len(rows.splitlines())
+        if not name.startswith("swift_"):  # which are chosen by name only
+            assert found == read_rows(path, kind, "auto", registry.data_formats, columns=rules)

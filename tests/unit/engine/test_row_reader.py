@@ -186,6 +186,21 @@ def test_samples_of_several_files(tmp_path: Path, opened: Opened, place: str) ->
         opened(train=str(first), mix=mix, sample={str(second): 19}).reader.read_all(first, {})
 
 
+def test_formats_of_several_files(tmp_path: Path, opened: Opened, place: str) -> None:
+    """A file without a format of its own has the one that its rows are recognised by."""
+    row = {"instruction": "2+2?", "output": "4", "query": "3+3?", "response": "6"}
+    first, second = written(tmp_path, "a", [row]), written(tmp_path, "b", [row, row])
+    asked = {name: plain(opened(format=name).reader.read(first))[0] for name in ("alpaca", "query_response")}
+    assert asked["alpaca"] != asked["query_response"]
+    keys: dict[str, Any] = {"train": str(first), "mix": {str(second): None}, "eval": str(second)}
+    stage = opened(**keys, format={str(second): "query_response"})
+    found, evaluated = stage.reader.read_all(first, {"": second})
+    assert plain(found) == [asked["alpaca"], *[asked["query_response"]] * 2]
+    assert plain(evaluated[""]) == [asked["query_response"]] * 2
+    found = opened(**keys, format={str(first): "query_response"}).reader.read_all(first, {})[0]
+    assert plain(found) == [asked["query_response"], *[asked["alpaca"]] * 2]
+
+
 @pytest.mark.parametrize("holdout", [None, 0.1])
 def test_rows_of_ms_swift(tmp_path: Path, opened: Opened, place: str, holdout: float | None) -> None:
     rows = rows_of("sft")[:40]
@@ -250,6 +265,10 @@ def test_held_out_rows_have_to_be_usable(tmp_path: Path, opened: Opened, place: 
         ({"sample": 0}, "data.sample", "expected integer > 0"),
         ({"sample": {"x.jsonl": 3}}, "data.sample", "names x.jsonl, which is no file of data.train or data.mix: "),
         ({"sample": {}}, "data.sample", "names no file"),
+        ({"format": {}}, "data.format", "names no file"),
+        ({"format": {"x.jsonl": "alpaca"}}, "data.format", "names x.jsonl, which is no file of data.train, mix or"),
+        ({"eval": "x.jsonl", "format": {"x.jsonl": "alpaco"}}, "data.format", "no data format is called 'alpaco'"),
+        ({"eval": "x.jsonl", "format": {"x.jsonl": "prompt"}}, "data.format", "prompt has prompt rows, but stage"),
         ({"choice": "ms-swift"}, "data.choice", "has no effect without data.sample and data.holdout"),
         ({"choice": "ms-swift", "holdout": 3}, "data.holdout", "is a share of each file, such as 0.01"),
         ({"choice": "axolotl", "sample": 3}, "data.sample", "data.choice axolotl uses all rows"),

@@ -56,9 +56,15 @@ def test_the_loss_of_a_full_batch(name: str, tmp_path: Path, monkeypatch: pytest
     sizes = np.array([len(answer.ids) for answer in answers])
     p, q = np.split(np.exp(logps / sizes), 2)
     nll = -chosen.sum() / sizes[: len(pairs)].sum()
+    of_answers = -(chosen / sizes[: len(pairs)]).mean()
     ratios = np.split(logps - stage._reference.logps_of(answers), 2) if stage._reference.table else []
     if name == "orpo":
         expected = 0.5 * np.log1p((q / (1 - q)) / (p / (1 - p))).mean() + nll
+    elif name == "orpo with sft of answers":
+        expected = 0.5 * np.log1p((q / (1 - q)) / (p / (1 - p))).mean() + of_answers
+    elif name == "cpo and sft of answers":
+        worse = np.split(logps, 2)[1]
+        expected = np.log1p(np.exp(-0.5 * (chosen - worse))).mean() + 0.3 * of_answers
     elif name == "simpo":
         expected = np.log1p(np.exp(-(2 * np.log(p) - 2 * np.log(q) - 0.5))).mean()
     elif name == "sigmoid and sft":
@@ -76,7 +82,7 @@ def test_the_loss_of_a_full_batch(name: str, tmp_path: Path, monkeypatch: pytest
     batches = MicroBatchLoader([pairs[:5], pairs[5:], pairs[:1]], stage.collate)
     whole = evaluate(batches, Passes(stage, part, "1F1B", prepasses), 2)
     assert whole["loss"] == pytest.approx(expected, rel=2e-6)
-    assert ("nll/chosen" in whole) == (name in ("orpo", "sigmoid and sft"))
+    assert ("nll/chosen" in whole) == ("orpo" in name or "sft" in name)
 
 
 def test_without_a_reference_nothing_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +98,9 @@ def test_without_a_reference_nothing_is_computed(tmp_path: Path, monkeypatch: py
         ({"loss": "orpo", "reference": "adapter_off"}, "reference", "loss orpo uses no reference"),
         ({"loss": "ipo", "reference": "none"}, "reference", "loss ipo needs one; set it to cache"),
         ({"loss": "orpo", "sft_weight": 1.0}, "sft_weight", "loss orpo, which has this term"),
-        ({"loss": "orpo", "label_smoothing": 0.1}, "label_smoothing", "works with loss sigmoid and simpo only"),
+        ({"loss": "orpo", "label_smoothing": 0.1}, "label_smoothing", "works with loss sigmoid, simpo and cpo only"),
+        ({"sft_mean": "answers"}, "sft_mean", "has no effect without an SFT term"),
+        ({"loss": "cpo", "reference": "cache"}, "reference", "loss cpo uses no reference"),
         ({"gamma": 0.5}, "gamma", "is the margin of simpo, and loss is sigmoid"),
     ],
 )

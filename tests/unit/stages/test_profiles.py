@@ -19,6 +19,8 @@ def test_a_term_with_a_weight_of_its_own_adds_a_metric_and_a_pre_pass() -> None:
     assert weighted.sums == (*plain.sums, "nll/chosen")
     assert plain.prepasses == ()
     assert weighted.prepasses == (PrePass(kind="batch", sums=("pairs_per_token",)),)
+    of_answers = DpoSection(sft_weight=0.5, sft_mean="answers").profile()
+    assert (of_answers.sums, of_answers.prepasses) == (weighted.sums, ())
 
 
 def test_pre_passes_run_in_the_order_in_which_they_need_each_other() -> None:

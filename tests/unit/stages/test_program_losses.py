@@ -28,6 +28,7 @@ LENGTH = 256
 DPO: dict[str, dict[str, Any]] = {
     "sigmoid": {"label_smoothing": 0.1},
     "sigmoid and sft": {"sft_weight": 0.3},
+    "cpo and sft of answers": {"loss": "cpo", "beta": 0.5, "sft_weight": 0.3, "sft_mean": "answers"},
     "hinge": {"loss": "hinge"},
     "ipo": {"loss": "ipo"},
     "ipo_mean": {"loss": "ipo_mean"},

@@ -44,7 +44,7 @@ _MODEL_TYPES = (
     (r"gpt", "gpt2"),
 )
 
-_SUFFIXES = re.compile(r"^meta-|-(instruct|chat|hf|base|en|bf16|fp16)\b", re.IGNORECASE)
+_SUFFIXES = re.compile(r"^meta-|-(instruct|thinking|chat|hf|base|en|bf16|fp16)\b", re.IGNORECASE)
 
 
 def family_of(model: str, registry: Registry, key: str = "model_name_or_path") -> ModelFamily:

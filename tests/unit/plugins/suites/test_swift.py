@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,16 @@ import pytest
 
 from llmsuite.base.errors import UserError
 from llmsuite.cli.main import main
-from llmsuite.plugins.suites.swift import _WITH_SYSTEM, read_shell
+from llmsuite.plugins.suites.swift import read_shell
 from tests.support.swift import BARE, FULL, RLHF
 from tests.unit.plugins.suites.conftest import Converted
 
 ACTION = "from-swift"
 NAMED = {**BARE, "dataset": "swift/self-cognition", "model_name": "robot", "model_author": ["swift"]}
+RAY = {
+    "nproc_per_node": 4,
+    "default": {"device": "GPU", "ranks": "list(range(0, 4))", "workers": ["default"]},
+}
 SCRIPT = """\
 # 2 * 20GiB, it's small
 nproc_per_node=2
@@ -82,6 +85,88 @@ def test_names_are_filled_in(converted: Converted) -> None:
     other = converted(ACTION, {**NAMED, "dataset": "rows.jsonl"})
     assert "fill" not in other.recipe["data"]
     assert "model_name" in [key for key, _, _ in other.left_out]
+
+
+def test_data_sets_with_rules_of_their_own(converted: Converted) -> None:
+    def data(**values: Any) -> Any:
+        return converted(ACTION, {**BARE, **values}).recipe["data"]
+
+    zh = "AI-ModelScope/alpaca-gpt4-data-zh"
+    assert data(dataset=f"{zh}#500")["format"] == "swift_alpaca_zh"
+    mixed = data(dataset=[f"{zh}#500", "AI-ModelScope/alpaca-gpt4-data-en#500"])
+    assert mixed["format"] == {f"ms:{zh}?split=train": "swift_alpaca_zh"}
+    assert data(dataset=zh, val_dataset="rows.jsonl")["format"] == {f"ms:{zh}?split=train": "swift_alpaca_zh"}
+    assert data(dataset=zh, val_dataset="rows.jsonl", eval_strategy="no")["format"] == "swift_alpaca_zh"
+    assert "format" not in data(dataset="rows.jsonl", val_dataset=zh, eval_strategy="no")
+    assert data(dataset="HF::llm-wizard/alpaca-gpt4-data-zh")["format"] == "swift_alpaca_zh"
+    assert data(dataset="AI-ModelScope/LongAlpaca-12k")["format"] == "swift_long_alpaca"
+    assert "format" not in data(dataset="AI-ModelScope/alpaca-gpt4-data-en")
+    pairs = converted(ACTION, {**RLHF, "dataset": "hjh0119/shareAI-Llama3-DPO-zh-en-emoji"})
+    assert pairs.recipe["data"]["format"] == "swift_emoji_pairs"
+    assert not [note for note in pairs.notes if "is read by its columns" in note]
+    thoughts = converted(ACTION, {**NAMED, "dataset": "swift/self-cognition:empty_think#600"}).recipe["data"]
+    assert thoughts["train"] == "ms:swift/self-cognition?split=train"
+    assert thoughts["format"] == "swift_self_cognition_empty_think"
+
+
+def test_the_first_rows_with_streaming(converted: Converted) -> None:
+    found = converted(ACTION, {**BARE, "dataset": "a.jsonl#5", "streaming": True, "max_steps": 9, "data_seed": 7})
+    assert found.recipe["data"]["max_samples"] == 5
+    assert {"sample", "choice", "holdout"}.isdisjoint(found.recipe["data"])
+    held_out = {**BARE, "dataset": "a.jsonl#5", "streaming": True, "split_dataset_ratio": 0.1}
+    assert "split_dataset_ratio" in [key for key, _, _ in converted(ACTION, held_out).left_out]
+
+
+def test_numbers_of_devices(converted: Converted) -> None:
+    def devices(**values: Any) -> Any:
+        return converted(ACTION, {**BARE, "per_device_train_batch_size": 2, **values}).recipe["launch"]["num_devices"]
+
+    assert devices(device_groups=RAY) == 4
+    assert devices(device_groups={"default": {"device": "GPU", "ranks": 2, "workers": ["default"]}}) == 2
+    unknown = converted(ACTION, {**BARE, "NNODES": "$WORLD_SIZE", "NPROC_PER_NODE": 4})
+    assert unknown.recipe["launch"]["num_devices"] == 1
+    assert [key for key, _, _ in unknown.left_out if key == "NNODES"] == ["NNODES"]
+    assert converted(ACTION, {**BARE, "NNODES": "$N"}, num_devices=8).recipe["launch"]["num_devices"] == 8
+
+
+def test_early_stopping(converted: Converted) -> None:
+    """Where evaluations are at the steps of checkpoints, which ms-swift counts."""
+    given = {**BARE, "split_dataset_ratio": 0.1, "save_steps": 50, "early_stop_interval": 3}
+    for values in ({}, {"eval_steps": 50}, {"metric_for_best_model": "loss"}):
+        train = converted(ACTION, {**given, **values}).recipe["train"]
+        assert (train["early_stopping"], train["eval_steps"]) == ({"patience": 3}, 50)
+
+
+def test_dynamic_fine_tuning(converted: Converted) -> None:
+    assert converted(ACTION, {**BARE, "enable_dft_loss": True}).recipe["sft"] == {"loss": "dft"}
+    both = {**BARE, "enable_dft_loss": True, "truncation_strategy": "right"}
+    assert converted(ACTION, both).recipe["sft"] == {"loss": "dft", "truncate": True}
+    assert "sft" not in converted(ACTION, {**BARE, "enable_dft_loss": False}).recipe
+
+
+@pytest.mark.parametrize(
+    ("values", "section"),
+    [
+        ({"rpo_alpha": 0.1}, {"beta": 0.1, "loss": "sigmoid", "sft_weight": 0.1, "sft_mean": "answers"}),
+        ({"rpo_alpha": 0}, {"beta": 0.1, "loss": "sigmoid"}),
+        (
+            {"rlhf_type": "simpo"},
+            {"beta": 2.0, "loss": "simpo", "gamma": 1.0, "sft_weight": 1.0, "sft_mean": "answers"},
+        ),
+        (
+            {"rlhf_type": "simpo", "cpo_alpha": 0, "simpo_gamma": 0.5, "per_device_train_batch_size": 4},
+            {"beta": 2.0, "loss": "simpo", "gamma": 0.5},
+        ),
+        (
+            {"rlhf_type": "cpo", "cpo_alpha": 0.5, "label_smoothing": 0.1},
+            {"beta": 0.1, "loss": "cpo", "label_smoothing": 0.1, "sft_weight": 0.5, "sft_mean": "answers"},
+        ),
+        ({"rlhf_type": "orpo"}, {"beta": 0.1, "loss": "orpo", "sft_mean": "answers"}),
+    ],
+)
+def test_losses_on_chosen_answers(values: dict[str, Any], section: dict[str, Any], converted: Converted) -> None:
+    """Means over micro-batches of one pair, which are means over answers."""
+    assert converted(ACTION, {**RLHF, **values}).recipe["dpo"] == section
 
 
 def test_evaluation(converted: Converted) -> None:
@@ -158,17 +243,29 @@ def test_adapters_and_losses(converted: Converted) -> None:
         ({**BARE, "tuner_type": "adalora"}, "tuner_type = adalora"),
         ({**BARE, "dataset": "org/rows#500", "data_seed": 7}, "dataset = org/rows#500: chooses rows by data_seed"),
         ({**BARE, "dataset": ["a.jsonl", "b.jsonl#5"], "seed": 7}, "dataset = b.jsonl#5: chooses rows by data_seed"),
-        ({**BARE, "dataset": "a.jsonl#5", "streaming": True}, "dataset = a.jsonl#5: chooses the first rows with"),
+        ({**BARE, "dataset": "a.jsonl#5 b.jsonl", "streaming": True}, "a.jsonl#5: chooses the first rows with"),
+        ({**BARE, "dataset": "a.jsonl#0", "streaming": True}, "a.jsonl#0: is not followed by a number of rows"),
         ({**BARE, "dataset": "a.jsonl#x"}, "dataset = a.jsonl#x: is not followed by a number"),
         ({**BARE, "dataset": ["a.jsonl#5", "a.jsonl#7"]}, "names a data set twice"),
         ({**BARE, "val_dataset": "a.jsonl#5"}, "val_dataset = a.jsonl#5: takes the first rows"),
-        ({**BARE, "dataset": "AI-ModelScope/alpaca-gpt4-data-zh#5"}, "alpaca-gpt4-data-zh by rules of its own"),
+        ({**BARE, "dataset": "lvjianjin/AdvertiseGen#5"}, "reads lvjianjin/AdvertiseGen by rules of its own"),
+        ({**RLHF, "dataset": "AI-ModelScope/alpaca-gpt4-data-zh"}, "alpaca-gpt4-data-zh by rules of its own"),
+        ({**BARE, "dataset": "hjh0119/shareAI-Llama3-DPO-zh-en-emoji"}, "zh-en-emoji by rules of its own"),
         ({**BARE, "dataset": "org/rows:one/two"}, "is of several subsets; name each"),
         ({**BARE, "dataset": "swift/self-cognition"}, "needs one model_name and one model_author"),
         ({**NAMED, "model_name": ["小黄", "Xiao Huang"]}, "needs one model_name and one model_author"),
         ({**NAMED, "model_name": "小黄 Xiao Huang"}, "needs one model_name and one model_author"),
-        ({**NAMED, "dataset": "swift/self-cognition:qwen3"}, "adds texts to questions and answers"),
-        ({**BARE, "device_groups": {"nproc_per_node": 4}}, "names the ranks of a training on Ray"),
+        ({**NAMED, "dataset": "swift/self-cognition:other"}, "adds texts to questions and answers"),
+        ({**BARE, "device_groups": {"nproc_per_node": 4}}, "names other ranks on Ray than 0 to N of one group"),
+        ({**BARE, "device_groups": {**RAY, "rollout": RAY["default"]}}, "names other ranks on Ray"),
+        ({**BARE, "device_groups": {"default": {"ranks": [4, 5], "workers": ["default"]}}}, "names other ranks on Ray"),
+        ({**RLHF, "enable_dft_loss": True}, "enable_dft_loss = True: is a loss of sft"),
+        ({**BARE, "early_stop_interval": 3}, "early_stop_interval = 3: counts checkpoints"),
+        ({**BARE, "val_dataset": "held.jsonl", "early_stop_interval": 3, "eval_steps": 7}, "which are at other steps"),
+        (
+            {**BARE, "val_dataset": "held.jsonl", "early_stop_interval": 3, "metric_for_best_model": "token_acc"},
+            "is for another metric than the loss",
+        ),
         ({**BARE, "dataset": None}, "has no dataset"),
         ({**BARE, "val_dataset": ["a.jsonl", "b.jsonl"]}, "sets of data.eval have"),
         ({**BARE, "columns": '{"a": "query"}'}, "columns = "),
@@ -181,16 +278,19 @@ def test_adapters_and_losses(converted: Converted) -> None:
         ),
         ({**NAMED, "dataset": "self-cognition", "model_name": None}, "needs one model_name and one model_author"),
         ({**NAMED, "dataset": "HF::modelscope/self-cognition", "model_name": None}, "needs one model_name"),
-        ({**NAMED, "dataset": "HF::modelscope/self-cognition:qwen3"}, "adds texts to questions and answers"),
+        ({**NAMED, "dataset": "HF::modelscope/self-cognition:other"}, "adds texts to questions and answers"),
         ({**BARE, "system": ""}, 'system = "": turns the system turn of the template off'),
         ({**BARE, "model": "Qwen/Qwen2.5-7B", "system": ""}, 'system = "": turns the system turn of the template off'),
         ({**BARE, "model": "Qwen/Qwen2.5-Math-7B-Instruct"}, "template = not given: .*data.chat_template qwen2.5"),
         ({**BARE, "model": "Qwen/Qwen2.5-7B-Instruct-1M"}, "template = not given: for Qwen/Qwen2.5-7B-Instruct-1M"),
         ({**BARE, "model": "Qwen/Qwen1.5-7B-Chat"}, "template = not given: for Qwen/Qwen1.5-7B-Chat"),
-        ({**BARE, "model": "Qwen/Qwen3-8B"}, "template = not given: for Qwen/Qwen3-8B it is a template"),
+        ({**RLHF, "model": "Qwen/Qwen3-8B"}, "template = not given: for Qwen/Qwen3-8B it is a template"),
+        ({**BARE, "model": "Qwen/Qwen3-4B-Thinking-2507"}, "template = not given: for Qwen/Qwen3-4B-Thinking-2507"),
+        ({**BARE, "model": "deepseek-ai/DeepSeek-R1-0528-Qwen3-8B"}, "template = not given: for deepseek-ai/Deep"),
         ({**BARE, "template": "default"}, "template = default"),
         ({**BARE, "truncation_strategy": "left"}, "truncation_strategy = left"),
-        ({**BARE, "loss_scale": "last_round"}, "loss_scale = last_round"),
+        ({**BARE, "loss_scale": "hermes"}, "loss_scale = hermes"),
+        ({**BARE, "model": "Qwen/Qwen3-8B", "loss_scale": "last_round"}, "loss_scale = last_round"),
         ({**BARE, "loss_type": "dft"}, "loss_type = dft"),
         ({**BARE, "sequence_parallel_size": 2}, "sequence_parallel_size = 2"),
         ({**BARE, "quant_bits": 4, "quant_method": "hqq"}, "quant_method = hqq"),
@@ -198,11 +298,16 @@ def test_adapters_and_losses(converted: Converted) -> None:
         ({**BARE, "task_type": "embedding"}, "task_type = embedding"),
         ({**BARE, "torch_dtype": "float8"}, "torch_dtype = float8"),
         ({**BARE, "learning_rat": 1}, "learning_rat = 1: is not known; did you mean learning_rate"),
-        ({**RLHF, "rpo_alpha": 0.1}, r"rpo_alpha = 0\.1"),
+        (
+            {**RLHF, "rpo_alpha": 0.1, "per_device_train_batch_size": 2},
+            r"rpo_alpha = 0\.1: is a loss on chosen answers",
+        ),
+        ({**RLHF, "rlhf_type": "simpo", "per_device_train_batch_size": 2}, r"cpo_alpha = 1\.0: is a loss on chosen"),
+        ({**RLHF, "rlhf_type": "orpo", "per_device_train_batch_size": 2}, "rlhf_type = orpo: is a loss on chosen"),
+        ({**RLHF, "rlhf_type": "cpo", "loss_type": "ipo"}, "loss_type = ipo: of ms-swift's losses, dpo.loss has sig"),
         ({**RLHF, "loss_type": ["sigmoid", "sft"]}, "loss_type = sigmoid,sft"),
         ({**RLHF, "packing": True}, "a pack of pairs is two rows here"),
         ({**RLHF, "truncation_strategy": "right"}, "truncation_strategy = right"),
-        ({**RLHF, "rlhf_type": "simpo"}, "rlhf_type simpo adds a loss"),
         ({**RLHF, "rlhf_type": "gkd"}, "rlhf_type gkd divides its loss by the tokens of each micro-batch"),
         ({**RLHF, "rlhf_type": "ppo"}, "llmsuite recipe new --stage ppo"),
         ({**BARE, "command": "swift pt"}, "swift pt trains on each text separately"),
@@ -287,13 +392,6 @@ def test_base_models_of_qwen_have_the_template_of_instruct(converted: Converted)
     found = converted(ACTION, {**BARE, "model": "Qwen/Qwen2.5-7B"})
     assert found.recipe["data"]["chat_template"] == "qwen2.5"
     assert "chat_template" not in converted(ACTION, BARE).recipe["data"]
-
-
-def test_known_templates() -> None:
-    for model in ("Qwen/Qwen2-7B", "Qwen/Qwen2.5-Coder-7B-Instruct", "models/Qwen2.5-7B-Instruct/"):
-        assert re.search(_WITH_SYSTEM, model, re.IGNORECASE)
-    for model in ("Qwen/Qwen2-VL-7B-Instruct", "Qwen/Qwen2-Math-7B", "Qwen/Qwen2.5-7B-Instruct-AWQ"):
-        assert not re.search(_WITH_SYSTEM, model, re.IGNORECASE)
 
 
 def test_revisions(converted: Converted) -> None:
