@@ -60,10 +60,10 @@ def full_modules(patterns: Sequence[str] | None, plan: ShardPlan, is_tied: bool)
         plan: shard plan of the family.
         is_tied: whether the head is the embedding.
     """
-    found = [module for module in (plan.embedding, HEAD) if any(matches(module, pattern) for pattern in patterns or ())]
+    found = {module for pattern in patterns or () for module in (plan.embedding, HEAD) if matches(module, pattern)}
     if is_tied and found:
         return [plan.embedding]
-    return found
+    return [module for module in (plan.embedding, HEAD) if module in found]
 
 
 def adaptable_modules(shapes: Mapping[str, Sequence[int]], plan: ShardPlan) -> list[str]:

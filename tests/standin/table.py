@@ -29,7 +29,8 @@ ALONE: tuple[Removal, ...] = (
         "models/blocks.py",
         ('cross_entropy(self.logits(hidden).astype("float32")', "cross_entropy(self.logits(hidden)", "of_tokens"),
         ('nll_and_entropy(self.logits(hidden).astype("float32")', "nll_and_entropy(self.logits(hidden)", "of_tokens"),
-        ('logits = self.logits(hidden).astype("float32")', "logits = self.logits(hidden)", "of_tokens"),
+        ('logits = self.logits(hidden).astype("float32")\n        is_match',
+         "logits = self.logits(hidden)\n        is_match", "of_tokens"),
         ('squeeze(-1).astype("float32")', "squeeze(-1)", "scores"),
     ),
     *_of(

@@ -24,6 +24,7 @@ import hypothesis
 from hypothesis import strategies as st
 
 from llmsuite.base.errors import UserError
+from tests.conftest import registry_with
 from tests.support import tiny_llama
 from tests.tools.fuzz import MOST_BYTES, limited
 from tests.tools.lies import files, rows, tensors
@@ -112,5 +113,6 @@ if __name__ == "__main__":
     if unknown := set(given.layouts) - LAYOUTS.keys():
         parser.error(f"no layouts: {', '.join(sorted(unknown))}")
     print(f"seed {given.seed}", flush=True)
+    registry_with()  # adapters of plugins are read once these are loaded
     feed(given.count, given.seed, given.layouts or list(LAYOUTS))
     print(f"seed {given.seed}: {given.count} lies, and nothing failed")

@@ -8,7 +8,7 @@ from typing import Any
 from llmsuite.base.errors import UserError
 from llmsuite.contract.registry import Registry
 from llmsuite.contract.schema.keys import walk
-from llmsuite.contract.specs import ConvertedRecipe, ModelFamily
+from llmsuite.contract.specs import ConvertedRecipe, JobSpec, ModelFamily, StageSpec
 from llmsuite.plugins.suites.conversion.arguments import Arguments
 from llmsuite.plugins.suites.conversion.kinds import ONE, Kind, check, is_on, is_true, number, wrong
 from llmsuite.recipe.load import recipe_type
@@ -16,14 +16,22 @@ from llmsuite.recipe.load import recipe_type
 
 def check_stage(stage: str, registry: Registry, also: tuple[str, ...] = ()) -> None:
     """Raise UserError for a stage that is unknown, or that files of other suites cannot be converted to: one with
-    rollouts that is not among `also`."""
+    rollouts that is not among `also`, or one with a teacher, which no file names."""
     if stage not in registry.stages:
         raise UserError(registry.unknown("stage", stage))
-    from_rows = sorted(name for name, spec in registry.stages.items() if spec.trains and "rollout" not in spec.sections)
+    from_rows = sorted(
+        name
+        for name, spec in registry.stages.items()
+        if spec.trains and "rollout" not in spec.sections and not _has_teacher(spec)
+    )
     if stage not in (*from_rows, *also):
         raise UserError(
             f"--stage {stage}: cannot be converted to; choose {', '.join(from_rows)}, or see: llmsuite recipe new"
         )
+
+
+def _has_teacher(spec: StageSpec | JobSpec) -> bool:
+    return isinstance(spec, StageSpec) and spec.profile(spec.config_cls()).teacher is not None
 
 
 class Conversion:
