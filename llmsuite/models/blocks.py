@@ -527,16 +527,16 @@ class CausalLM(nn.Layer):
     def token_divergence(self, hidden: Tensor, taught: Tensor, comparison: Comparison) -> Tensor:
         """Hidden states [N, D], and those of a teacher at the same positions [N, E], to the divergence of each
         distribution over the vocabulary from that of the teacher, [N] in float32."""
-        logits = self.logits(hidden).astype("float32")
-        return self.logit_ops.divergence(logits, comparison.logits(taught), comparison)
+        own = self.logits(hidden).astype("float32")
+        return self.logit_ops.divergence(own, comparison.logits(taught), comparison)
 
     def token_divergence_and_nll(
         self, hidden: Tensor, taught: Tensor, targets: Tensor, comparison: Comparison
     ) -> tuple[Tensor, Tensor]:
         """`token_divergence` and `token_nll`: [N] each, in float32, from the same logits."""
-        logits = self.logits(hidden).astype("float32")
-        found = self.logit_ops.divergence(logits, comparison.logits(taught), comparison)
-        return found, self.logit_ops.cross_entropy(logits, targets)  # last: it may overwrite the logits
+        own = self.logits(hidden).astype("float32")
+        found = self.logit_ops.divergence(own, comparison.logits(taught), comparison)
+        return found, self.logit_ops.cross_entropy(own, targets)  # last: it may overwrite the logits
 
     def scores(self, hidden: Tensor) -> Tensor:
         """Hidden states [N, D] to scores [N] in float32."""
