@@ -162,7 +162,8 @@ def _explained(stage: Stage[Any], sample: Any, row: Any) -> Iterator[Explained]:
 def _plain(tokenizer: Any, conversation: Conversation, sequence: SupervisedSequence) -> Explained:
     """A row of plain text; its tokens are of the prompt or of the answer."""
     prompt, text = plain_texts(conversation)
-    begin = int(np.argmax(sequence.weights > 0))
+    (supervised,) = np.nonzero(sequence.weights)
+    begin = int(supervised[0]) if len(supervised) else len(sequence.ids)
     changed = _changed(text, tokenizer)
     if not prompt:
         return Explained("", sequence, ["text"] * len(sequence.ids), None, True, (), False, changed)

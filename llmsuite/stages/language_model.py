@@ -89,8 +89,8 @@ def collate(
         targets.append(sample.ids[supervised])
         weights.append(sample.weights[supervised])
     if not any(map(len, targets)):  # kernels and collective calls need a target; this one has no weight
-        positions[0] = np.zeros([1], "int64")
-        targets[0] = samples[0].ids[1:2]
+        positions[0] = np.array([samples[0].num_inputs - 1])
+        targets[0] = samples[0].ids[-1:]
         weights[0] = np.zeros([1], "float32")
         depths[0] = np.ones([1], "int64")
     batch: Batch = {}

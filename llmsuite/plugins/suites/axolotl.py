@@ -207,9 +207,9 @@ def _data(run: Run) -> dict[str, Any]:
 
 def _held_out(run: Run, is_text: bool) -> dict[str, Any]:
     """Return the keys for `val_set_size`: the last rows in the order of a shuffle, of those that are not too long."""
-    size = run.number("val_set_size", 0)
-    if not size:
+    if not is_on(run.given("val_set_size")):
         return {}
+    size = run.number("val_set_size", 0)
     if size == 1 or size < 0:
         run.refuse("val_set_size", size, "leaves no row for training; data.holdout is a share between 0 and 1")
     if is_on(run.given("test_datasets")):
@@ -363,6 +363,9 @@ def _above_0(value: Any) -> float:
 def _checkpoint(run: Run, has_eval: bool, defaults: trainer.Defaults) -> dict[str, Any]:
     if has_eval:
         run.left["load_best_model_at_end"] = _chooses_best(run)
+    if run.left.get("load_best_model_at_end"):
+        run.note("checkpoint.best_metric: every evaluated step may be the best; Axolotl ends with the best one of its "
+                 "checkpoints")  # fmt: skip
     often = run.number("saves_per_epoch", None)
     if often:
         run.left["save_strategy"] = "epoch"

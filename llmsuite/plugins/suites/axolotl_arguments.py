@@ -27,6 +27,7 @@ REFUSED: Mapping[str, Refusal] = {
     "sample_packing_sequentially": Refusal("packs are filled with rows in random order"),
     "sample_packing_group_size": Refusal("packs are filled with rows of 100,000", lambda value: value != 100_000),
     "sample_packing_bin_size": Refusal("a pack has at most 200 rows", lambda value: value != 200),
+    "sample_packing_eff_est": Refusal("estimates the number of steps, which are counted here"),
     "dataset_exact_deduplication": Refusal("equal rows are all used; remove them from the file"),
     "skip_prepare_dataset": Refusal("rows longer than data.max_length are dropped"),
     "tokenizer_use_mistral_common": Refusal("its templates and tokens are those of the package mistral-common"),

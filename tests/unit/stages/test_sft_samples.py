@@ -542,6 +542,9 @@ def test_a_micro_batch_without_a_supervised_token_has_loss_0(apart: tuple[str, S
     path.write_text(json.dumps({"instruction": "the", "output": ""}) + "\n")
     batch = made.collate(made.reader.read(path))
     assert (batch["weight"], batch["num_supervised"], len(batch["targets"])) == (0, 0, 1)
+    (row,) = supervised_sequences(batch) or []
+    assert row.ids.tolist() == made.reader.read(path)[0].ids.tolist()
+    assert not row.weights.any()
     batch["input_ids"] %= 100
     batch["targets"] %= 100
     terms = made.loss(dpo_case.model(), batch)

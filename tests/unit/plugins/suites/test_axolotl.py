@@ -212,6 +212,7 @@ def test_paged_adamw_without_decay_is_adamw(converted: Converted) -> None:
         ({**BARE, **PACKED, "datasets": [ROWS, {**ROWS, "path": "b"}]}, "packs rows of several data sets together"),
         ({**BARE, **PACKED, "dataloader_drop_last": True}, "it leaves out the last step of each epoch"),
         ({**BARE, **PACKED, "sample_packing_bin_size": 100}, "a pack has at most 200 rows"),
+        ({**BARE, **PACKED, "sample_packing_eff_est": 0.9}, "estimates the number of steps"),
         ({**BARE, **PACKED, "sample_packing_sequentially": True}, "packs are filled with rows in random order"),
         ({**BARE, "dataset_exact_deduplication": True}, "equal rows are all used"),
         ({**BARE, "skip_prepare_dataset": True}, "rows longer than data.max_length are dropped"),
