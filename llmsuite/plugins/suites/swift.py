@@ -265,9 +265,22 @@ def _ray_devices(run: Run) -> int:
 
 
 def _accumulate(run: Run, launch: Mapping[str, Any]) -> None:
-    """Set the default of gradient accumulation: at least 16 samples, or for grpo one batch."""
+    """Set the default of gradient accumulation: at least 16 samples, or for grpo one batch. Ranks that share sequences
+    in ms-swift have sequences of their own here, in fewer forward passes."""
+    total = launch["num_devices"] * launch.get("nnodes", 1)
+    sharing = run.integer("sequence_parallel_size", 1)
+    if sharing > 1:
+        passes = run.given("gradient_accumulation_steps")
+        if run.section != "sft" or total % sharing or not isinstance(passes, int) or passes % sharing:
+            why = (
+                "sequences are split over these ranks; in sft they are data ranks here, if it divides their number and "
+                "gradient_accumulation_steps"
+            )
+            run.refuse("sequence_parallel_size", sharing, why)
+            return
+        run.left["gradient_accumulation_steps"] = passes // sharing
+        run.note("launch: sequences are not split over ranks, which needs more memory; the global batch is the same")
     if run.given("gradient_accumulation_steps") is None and run.section != "grpo":
-        total = launch["num_devices"] * launch.get("nnodes", 1)
         size = run.given("per_device_train_batch_size") or 1
         if isinstance(size, int) and size > 0:
             run.left["gradient_accumulation_steps"] = max(1, math.ceil(_MIN_BATCH / size / total))

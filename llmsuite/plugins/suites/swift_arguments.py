@@ -60,9 +60,6 @@ REFUSED: Mapping[str, Refusal] = {
     "loss_weights": Refusal("there is one loss"),
     "packing_length": Refusal("a pack has data.max_length tokens"),
     "packing_strategy": Refusal("packs are filled best-fit", lambda value: value not in (None, "binpack")),
-    "sequence_parallel_size": Refusal(
-        "sequences are split over these ranks, which is not supported", lambda value: value not in (None, 1)
-    ),
     "deepspeed_autotp_size": Refusal("nearest key: parallel.tensor_parallel_degree"),
     "predict_with_generate": Refusal("answers are compared by other metrics; nearest key: generation.max_new_tokens"),
     "eval_use_evalscope": Refusal("evaluation on benchmarks is a command of its own: llmsuite eval"),
@@ -109,7 +106,6 @@ IGNORED: Mapping[str, str] = {
     "device_map": "the strategy places the model: section parallel",
     "max_memory": "the strategy places the model: section parallel",
     "check_model": "weights are compared with their digests when they are fetched",
-    "sequence_parallel_size": "context parallelism is not supported",
     "zero_hpz_partition_size": "the engine decides what is sharded: parallel.sharding",
     "enable_thinking": "belongs to templates with thoughts",
     "add_non_thinking_prefix": "belongs to templates with thoughts",
@@ -158,6 +154,8 @@ IGNORED: Mapping[str, str] = {
 TRANSLATIONS: Mapping[str, str] = {
     "command": "stage",
     "rlhf_type": "stage",
+    "template": "data.chat_template",
+    "sequence_parallel_size": "a factor of train.global_batch_size",
     "tuner_type": "stage, lora.rank",
     "train_type": "stage, lora.rank",
     "model": "model.weights",

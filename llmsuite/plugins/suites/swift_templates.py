@@ -54,11 +54,11 @@ def template(run: Run) -> dict[str, Any]:
     the tokenizer or a built-in one. Takes the values of `loss_scale` that the template expresses."""
     weights = str(run.given(run.suite.model_key))
     given = run.take("template")
-    if given is None and run.section == "sft":
-        text = _text(run, weights)
+    if run.section == "sft":
+        text = _text(run, weights) if given is None else _named_text(given, weights)
         if text is not None:
-            run.note("data.chat_template: the text of ms-swift's template, for rows without tools; what it has in "
-                     "{% generation %} is supervised")  # fmt: skip
+            run.note("data.chat_template: the text of ms-swift's template, which refuses rows that it does not write "
+                     "alike; what it has in {% generation %} is supervised")  # fmt: skip
             return {"chat_template": text}
     if given is None and _is_qwen_2_5(run, weights):
         run.note("data.chat_template: qwen2.5, ms-swift's for this model; that of its tokenizer has another system "
@@ -100,6 +100,34 @@ def _text(run: Run, weights: str) -> str | None:
             run.take("loss_scale")
             return chatml(system, False, scale)
     return None
+
+
+def _named_text(name: Any, weights: str) -> str | None:
+    """Return the text of a template with a name in ms-swift, for a tokenizer without a BOS token; None for another."""
+    is_known = re.search(f"{_WITH_SYSTEM}|{_QWEN_2_5_BASE}", weights, re.IGNORECASE) is not None
+    return DEFAULT if name == "default" and is_known else None
+
+
+DEFAULT = (
+    "{%- if tools %}{{- raise_exception('this template writes no tools') }}{%- endif %}"
+    f"{{%- set system = '{_QWEN_2_SYSTEM}' %}}"
+    "{%- set turns = messages %}"
+    "{%- if messages[0].role == 'system' %}"
+    "{%- set system = messages[0].content %}{%- set turns = messages[1:] %}"
+    "{%- endif %}"
+    # the line breaks after an answer are tokens of their own in ms-swift, and here they may be a part of others
+    "{%- if turns | length > 2 %}{{- raise_exception('this template writes one question and its answer') }}{%- endif %}"
+    "{%- if system %}{{- system + '\n\n' }}{%- endif %}"
+    "{%- for message in turns %}"
+    "{%- if message.role == 'user' %}"
+    "{{- '### Human:\n' + message.content + '\n\n### Assistant:\n' }}"
+    "{%- elif message.role == 'assistant' %}"
+    "{%- generation %}{{- message.content + eos_token }}{%- endgeneration %}"
+    "{%- else %}{{- raise_exception('this template writes no tools') }}"
+    "{%- endif %}"
+    "{%- endfor %}"
+)
+"""Text of the template "default", for conversations of one question."""
 
 
 def chatml(system: str | None, has_thoughts: bool, loss_scale: str) -> str:

@@ -15,6 +15,7 @@ from tests.unit.plugins.suites.conftest import Converted
 
 ACTION = "from-swift"
 NAMED = {**BARE, "dataset": "swift/self-cognition", "model_name": "robot", "model_author": ["swift"]}
+SHARED = {**BARE, "NPROC_PER_NODE": 4, "sequence_parallel_size": 2, "gradient_accumulation_steps": 8}
 RAY = {
     "nproc_per_node": 4,
     "default": {"device": "GPU", "ranks": "list(range(0, 4))", "workers": ["default"]},
@@ -127,6 +128,14 @@ def test_numbers_of_devices(converted: Converted) -> None:
     assert unknown.recipe["launch"]["num_devices"] == 1
     assert [key for key, _, _ in unknown.left_out if key == "NNODES"] == ["NNODES"]
     assert converted(ACTION, {**BARE, "NNODES": "$N"}, num_devices=8).recipe["launch"]["num_devices"] == 8
+
+
+def test_ranks_that_share_sequences(converted: Converted) -> None:
+    """They are data ranks here, with the same global batch: 3 samples, 8 times, on 2 ranks."""
+    found = converted(ACTION, {**SHARED, "per_device_train_batch_size": 3})
+    assert found.recipe["train"]["global_batch_size"] == 48
+    assert (found.recipe["train"]["micro_batch_size"], found.recipe["launch"]["num_devices"]) == (3, 4)
+    assert converted(ACTION, {**BARE, "sequence_parallel_size": 1}).recipe["train"]["global_batch_size"] == 16
 
 
 def test_early_stopping(converted: Converted) -> None:
@@ -287,12 +296,17 @@ def test_adapters_and_losses(converted: Converted) -> None:
         ({**RLHF, "model": "Qwen/Qwen3-8B"}, "template = not given: for Qwen/Qwen3-8B it is a template"),
         ({**BARE, "model": "Qwen/Qwen3-4B-Thinking-2507"}, "template = not given: for Qwen/Qwen3-4B-Thinking-2507"),
         ({**BARE, "model": "deepseek-ai/DeepSeek-R1-0528-Qwen3-8B"}, "template = not given: for deepseek-ai/Deep"),
-        ({**BARE, "template": "default"}, "template = default"),
+        ({**BARE, "template": "agentscope"}, "template = agentscope"),
+        ({**RLHF, "template": "default"}, "template = default"),
+        ({**BARE, "model": "LLM-Research/Meta-Llama-3-8B", "template": "default"}, "template = default"),
         ({**BARE, "truncation_strategy": "left"}, "truncation_strategy = left"),
         ({**BARE, "loss_scale": "hermes"}, "loss_scale = hermes"),
         ({**BARE, "model": "Qwen/Qwen3-8B", "loss_scale": "last_round"}, "loss_scale = last_round"),
         ({**BARE, "loss_type": "dft"}, "loss_type = dft"),
-        ({**BARE, "sequence_parallel_size": 2}, "sequence_parallel_size = 2"),
+        ({**BARE, "sequence_parallel_size": 2}, "sequence_parallel_size = 2: sequences are split over these ranks"),
+        ({**SHARED, "NPROC_PER_NODE": 3}, "sequence_parallel_size = 2"),
+        ({**SHARED, "gradient_accumulation_steps": 3}, "sequence_parallel_size = 2"),
+        ({**RLHF, **SHARED, "rlhf_type": "dpo"}, "sequence_parallel_size = 2"),
         ({**BARE, "quant_bits": 4, "quant_method": "hqq"}, "quant_method = hqq"),
         ({**BARE, "init_weights": "olora"}, "init_weights = olora"),
         ({**BARE, "task_type": "embedding"}, "task_type = embedding"),

@@ -14,7 +14,7 @@ from llmsuite.data.chat_template import ChatTemplate
 from llmsuite.data.rows import Conversation, Message
 from llmsuite.plugins.suites.convert import convert
 from llmsuite.plugins.suites.known import SUITES
-from llmsuite.plugins.suites.swift_templates import _WITH_SYSTEM, chatml
+from llmsuite.plugins.suites.swift_templates import _WITH_SYSTEM, DEFAULT, chatml
 from tests.support.swift import BARE
 from tests.unit.plugins.suites.conftest import Converted
 
@@ -24,11 +24,11 @@ QWEN_2_5 = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.
 EMPTY = "<think>\n\n</think>\n\n"
 
 
-def marked(text: str, *turns: tuple[str, str]) -> str:
+def marked(text: str, *turns: tuple[str, str], eos: str = "") -> str:
     """The rendered turns with [ ] around what is supervised."""
     messages = tuple(Message(role, content) for role, content in turns)
     conversation = Conversation(messages, tuple(role == "assistant" for role, _ in turns))
-    template = ChatTemplate(text, {}, "x")
+    template = ChatTemplate(text, {"eos_token": eos}, "x")
     found = template.render(messages)
     for before, after in reversed(template.supervised_turns(conversation)):
         found = f"{found[: len(before)]}[{found[len(before) : len(after)]}]{found[len(after) :]}"
@@ -72,6 +72,21 @@ def test_the_last_answer_alone() -> None:
     )
 
 
+def test_the_template_default() -> None:
+    def rendered(*turns: tuple[str, str]) -> str:
+        return marked(DEFAULT, *turns, eos="<|end|>")
+
+    assert rendered(("user", "Hi"), ("assistant", " Hello.")) == (
+        "You are a helpful assistant.\n\n### Human:\nHi\n\n### Assistant:\n[ Hello.<|end|>]"
+    )
+    assert rendered(("system", "Be brief."), ("user", "Hi"), ("assistant", "a")) == (
+        "Be brief.\n\n### Human:\nHi\n\n### Assistant:\n[a<|end|>]"
+    )
+    assert rendered(("system", ""), ("user", "Hi"), ("assistant", "a")).startswith("### Human:\nHi")
+    with pytest.raises(UserError, match="one question and its answer"):
+        rendered(("user", "Hi"), ("assistant", "a"), ("user", "b"), ("assistant", "c"))
+
+
 def test_rows_with_tools_are_refused() -> None:
     template = ChatTemplate(chatml(None, True, "default"), {}, "x")
     with pytest.raises(UserError, match="this template writes no tools"):
@@ -90,6 +105,7 @@ def test_templates_of_models(converted: Converted) -> None:
         None, True, "ignore_empty_think"
     )
     assert data(**QWEN_3 | {"add_non_thinking_prefix": False})["chat_template"] == chatml(None, False, "default")
+    assert data(model="Qwen/Qwen2.5-1.5B", template="default")["chat_template"] == DEFAULT
     assert "system" not in data(**QWEN_3 | {"system": ""})
     assert data(loss_scale="last_round")["chat_template"] == chatml(QWEN_2_5, False, "last_round")
     assert data(model="Qwen/Qwen2-7B-Instruct", loss_scale="last_round")["chat_template"] == chatml(
