@@ -130,5 +130,5 @@ def _blocks_of(size: int) -> int:
 def _as_stack(sizes: Sequence[int], missing: int) -> tuple[int, int, int]:
     """Sizes or offsets of a vector or a matrix as those of a stack of matrices."""
     assert 1 <= len(sizes) <= 3, sizes
-    matrix, row, column = (*[missing] * (3 - len(sizes)), *sizes)
-    return matrix, row, column
+    padded = [missing] * (3 - len(sizes)) + list(sizes)
+    return padded[0], padded[1], padded[2]
