@@ -160,15 +160,18 @@ class BlockAdamW:
             train: section of the recipe.
         """
         self._shards = list(shards)
-        self._betas = (float(np.float32(train.adam_beta1)), float(np.float32(train.adam_beta2)))
-        self._epsilon = train.adam_epsilon
-        self._decay = train.weight_decay
+        self._train = train
         self.states: dict[str, BlockState] = {}
         for shard in self._shards:
             local = tuple(shard.local_shape)
             transposed = is_transposed(shard.name)
             layout = BlockLayout(tuple(shapes[shard.name]), transposed, local, shard.offsets, shard.range)
             self.states[shard.name] = self._first_state(shard, Blocks(layout))
+
+    @functools.cached_property
+    def _betas(self) -> tuple[float, float]:
+        """Both decay rates, rounded to float32. No optimizer without blocks reads these keys."""
+        return float(np.float32(self._train.adam_beta1)), float(np.float32(self._train.adam_beta2))
 
     def _first_state(self, shard: ParameterShard, blocks: Blocks) -> BlockState:
         codes = {slot: paddle.full(shard.main_param.shape, CODE_OF_ZERO[slot], "int8") for slot in MOMENTS}
@@ -231,9 +234,10 @@ class BlockAdamW:
         """Update a parameter; return the largest magnitudes of its new moments in this rank's blocks."""
         power1, power2 = state.powers
         rate *= shard.main_param.optimize_attr["learning_rate"]
-        decay = decay_factor(shard, rate, self._decay)
+        decay = decay_factor(shard, rate, self._train.weight_decay)
         root = math.sqrt(1 - power2)
         step = rate * root / (1 - power1)
+        epsilon = self._train.adam_epsilon * root
         flat = shard.main_param.detach().flatten()
         largest = [paddle.zeros(state.blocks.ids.shape, "float32") for _ in MOMENTS]
         changed = []
@@ -242,7 +246,7 @@ class BlockAdamW:
             for chunk in chunks:
                 moments = self._moments(state, chunk, gradient, factor)
                 moment1, moment2 = moments
-                values = chunk.values(flat) - moment1 / (moment2.sqrt() + self._epsilon * root) * step
+                values = chunk.values(flat) - moment1 / (moment2.sqrt() + epsilon) * step
                 of_box.append((chunk, values if decay is None else values * decay))
                 for found, moment in zip(largest, moments):
                     _raise_to(found, moment.abs(), chunk.numbers)
