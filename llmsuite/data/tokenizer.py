@@ -147,6 +147,27 @@ class TextTokenizer:
         except UserError:
             return []
 
+    def add_tokens(self, tokens: Sequence[str], special_tokens: Sequence[str], path: Path) -> dict[int, Any]:
+        """Write a tokenizer.json of this tokenizer with more tokens, which a tokenizer.json of its own is needed for.
+
+        Args:
+            tokens: texts of tokens; they get the next ids, those that the vocabulary has keep theirs.
+            special_tokens: texts of special ones, which are added after them.
+            path: of the file. This tokenizer has the tokens too afterwards, and is not to be used further.
+
+        Returns:
+            The tokens of the library by id.
+        """
+        from tokenizers import AddedToken
+
+        assert self._fast is not None, "the caller checks for a tokenizer.json"
+        self._fast.add_tokens([AddedToken(text, normalized=False) for text in tokens])
+        self._fast.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in special_tokens])
+        self._fast.save(str(path))
+        texts = {*tokens, *special_tokens}
+        found = self._fast.get_added_tokens_decoder()
+        return {number: token for number, token in found.items() if token.content in texts}
+
     def masked(self, hidden: frozenset[str]) -> MaskedTokenizer | None:
         """Return this tokenizer without some added tokens; None for one that paddlenlp reads."""
         if not self._fast:

@@ -23,6 +23,7 @@ from llmsuite.data.chat_template import ChatTemplate, chosen_template, load_temp
 from llmsuite.data.keys import ALL
 from llmsuite.data.lazy_sequences import PackedSamples, Subset, lengths_of
 from llmsuite.data.loader import BatchSampler, SampleOrder
+from llmsuite.data.new_tokens import tokenizer_with_tokens
 from llmsuite.data.tokenizer import NoTokenizer, TextTokenizer
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.engine.batch import Batch
@@ -222,14 +223,29 @@ def load_tokenizer(model_plan: ModelPlan) -> TextTokenizer:
     """Load the tokenizer of the recipe. Raises UserError when it is larger than the model's vocabulary."""
     if not reads_tokens(model_plan.config):
         return NoTokenizer()
-    assert model_plan.tokenizer is not None  # ensured by a rule of recipes
-    tokenizer = TextTokenizer(model_plan.tokenizer)
+    directory = completed_tokenizer(model_plan)
+    assert directory is not None  # ensured by a rule of recipes
+    tokenizer = TextTokenizer(directory)
     if tokenizer.vocab_size > model_plan.config.vocab_size:
-        raise UserError(
+        message = (
             f"model.tokenizer: {model_plan.tokenizer} has {tokenizer.vocab_size} tokens, more than the "
             f"{model_plan.config.vocab_size} of the model"
         )
+        if directory != model_plan.tokenizer:
+            message = (
+                f"model.new_tokens: the tokenizer has {tokenizer.vocab_size} tokens with them, more than the "
+                f"{model_plan.config.vocab_size} of the model; set model.vocab_size to that number, or to a multiple"
+            )
+        raise UserError(message)
     return tokenizer
+
+
+def completed_tokenizer(model_plan: ModelPlan) -> Path | None:
+    """Return the directory of the tokenizer with the new tokens of the recipe; None for a model without a tokenizer."""
+    if model_plan.tokenizer is None:
+        return None
+    section = model_plan.section
+    return tokenizer_with_tokens(model_plan.tokenizer, section.new_tokens, section.new_special_tokens)
 
 
 def make_stage(

@@ -27,7 +27,15 @@ from llmsuite.engine.build import build_model
 from llmsuite.engine.cadence import Cadence
 from llmsuite.engine.checkpointer import CheckpointContents, Checkpointer
 from llmsuite.engine.critic import build_critic
-from llmsuite.engine.data import EvaluationSet, load_tokenizer, make_stage, padding_free, read_data, tokenizer_to_save
+from llmsuite.engine.data import (
+    EvaluationSet,
+    completed_tokenizer,
+    load_tokenizer,
+    make_stage,
+    padding_free,
+    read_data,
+    tokenizer_to_save,
+)
 from llmsuite.engine.data_loader import StepDataLoader
 from llmsuite.engine.eager_engine import EagerEngine
 from llmsuite.engine.early_stopping import EarlyStopping
@@ -499,7 +507,7 @@ class Trainer:
         contents = CheckpointContents(
             plan.model.family,
             config,
-            tokenizer_to_save(plan.model.tokenizer, plan.data.section.chat_template, plan.output_dir),
+            tokenizer_to_save(completed_tokenizer(plan.model), plan.data.section.chat_template, plan.output_dir),
             full_state,
             self.built.adapters,
             self.critic.full_state,

@@ -25,13 +25,14 @@ from llmsuite.checkpoint.tensors import TensorSource
 from llmsuite.contract.registry import Registry
 from llmsuite.devices.tensors import array_of
 from llmsuite.models.block_quant import ABSMAX, CODES, BlockFormat, is_quantised_part
-from llmsuite.models.head import SCORE
+from llmsuite.models.head import EMBEDDING, OUTPUT, SCORE
 from llmsuite.models.initial_values import initial_values
 from llmsuite.models.mtp import num_mtp_layers
 from llmsuite.models.targets import quantised_modules
 from llmsuite.parallel import collective
 from llmsuite.recipe.plans import ModelPlan
 
+_ROWS_AT_A_TIME = 8192
 _RANDOM_TAG = "drawn"  # part of the digest in existing checkpoints: the value must not change
 
 
@@ -122,6 +123,10 @@ def _from_files(
     decided_by = [base.digest]
     is_new = {name for name in shapes if is_factor(name) or (name == SCORE and SCORE not in source.names)}
     stored = {name: tuple(shape) for name, shape in shapes.items() if name not in is_new}
+    if model_plan.section.vocab_size is not None:
+        read = with_more_rows(read, source, shapes)
+        stored |= {name: source.spec(name).shape for name in (EMBEDDING, OUTPUT) if name in stored}
+        decided_by.append(f"vocabulary of {model_plan.section.vocab_size}")
     if skipped := skipped_tensors(source, stored, load, report):
         read = _either(skipped, random_values(chunks, seed, std), read)
         decided_by.append(json.dumps([_RANDOM_TAG, seed, sorted(skipped)]))
@@ -197,6 +202,47 @@ class QuantisedReads:
         if is_stack:  # these matrices of the stack are all that was read
             index = [slice(None), *index[1:]]
         return self._parts.pop(part)[tuple(index)]
+
+
+def with_more_rows(read: ReadSlice, source: ModelDirectory, shapes: Mapping[str, Sequence[int]]) -> ReadSlice:
+    """Extend the embedding [V, D] and the head [D, V] of a model to these shapes: each added row of the embedding, and
+    column of the head, is the mean of all stored ones, in float32.
+
+    transformers adds noise with a billionth of their covariance, which is random; or none, where the covariance has no
+    inverse in float32.
+    """
+    means: dict[str, np.ndarray] = {}
+
+    def mean_of(name: str, dim: int) -> np.ndarray:
+        if name not in means:
+            total = np.zeros(1, "float64")
+            size = source.spec(name).shape[dim]
+            for start in range(0, size, _ROWS_AT_A_TIME):
+                part = slice(start, min(start + _ROWS_AT_A_TIME, size))
+                index = [part, slice(None)] if dim == 0 else [slice(None), part]
+                total = total + source.read(name, index).astype("float64").sum(axis=dim, keepdims=True)
+            means[name] = (total / size).astype("float32")
+        return means[name]
+
+    def extended(name: str, shape: Sequence[int], index: Sequence[slice]) -> np.ndarray:
+        if name not in (EMBEDDING, OUTPUT) or name not in source.names:
+            return read(name, shape, index)
+        dim = 0 if name == EMBEDDING else 1
+        size = source.spec(name).shape[dim]
+        wanted = index[dim]
+        inside = list(index)
+        inside[dim] = slice(min(wanted.start, size), min(wanted.stop, size))
+        parts = []
+        if inside[dim].start < inside[dim].stop:
+            parts.append(read(name, source.spec(name).shape, inside))
+        count = wanted.stop - max(wanted.start, size)
+        if count > 0:
+            mean = mean_of(name, dim)
+            mean = mean[:, index[1]] if dim == 0 else mean[index[0]]
+            parts.append(np.repeat(mean, count, axis=dim))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, dim)
+
+    return extended
 
 
 def read_from(source: ModelDirectory | SavedAdapters | TensorSource | PrefixTensors) -> ReadSlice:

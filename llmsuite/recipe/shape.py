@@ -19,7 +19,7 @@ from llmsuite.contract.schema.rule import Violation
 from llmsuite.contract.specs import ModelFamily, RunSpec
 from llmsuite.data.special_tokens import role_ids
 from llmsuite.models.head import head_of
-from llmsuite.models.protocols import HasEndToken, HasScoreHead, num_stored_mtp_layers, shape_fields
+from llmsuite.models.protocols import HasEndToken, HasScoreHead, HasVocabulary, num_stored_mtp_layers, shape_fields
 
 
 def weights_of(model: ModelSection) -> Path | None:
@@ -176,6 +176,14 @@ def model_config(
         if differing:
             message = f"{weights} has another shape: {'; '.join(differing)}. {_of_the_weights(model)}"
             return None, [("model.weights", message)]
+        if model.vocab_size is not None:
+            rows = config.vocab_size if isinstance(config, HasVocabulary) else 0
+            if not rows:
+                return None, [("model.vocab_size", "is set, but models of this family read no tokens; remove it")]
+            if model.vocab_size < rows:
+                message = f"is {model.vocab_size}, fewer than the {rows} rows of the weights; rows are only added"
+                return None, [("model.vocab_size", f"{message}: raise or remove it")]
+            config = dataclasses.replace(config, vocab_size=model.vocab_size)
         if head_of(config) == "score" and stage.head == "language_model":
             message = f"{weights} is a reward model, but {stage.name} trains a language model; use its original model"
             return None, [("model.weights", message)]

@@ -30,13 +30,15 @@ from llmsuite.checkpoint.convert.paddlenlp_methods import FoldedTensors
 from llmsuite.checkpoint.convert.pdparams import PickledTensors
 from llmsuite.checkpoint.convert.peft_score import with_score_head
 from llmsuite.checkpoint.convert.peft_stacks import ExpertsOfStacks
+from llmsuite.checkpoint.convert.resized import with_vocabulary
 from llmsuite.checkpoint.expected_tensor import FLOATS, ExpectedTensor
 from llmsuite.checkpoint.model_dir import ModelDirectory, has_mtp_layers, hf_name, with_mtp_layers
 from llmsuite.checkpoint.model_writer import TensorLayout
 from llmsuite.checkpoint.side_adapters import refuse_side_adapter
 from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSource, TensorSpec, sliced
 from llmsuite.models.adapter_method import AdapterMethod, AdapterParameter
-from llmsuite.models.head import EMBEDDING, SCORE, head_of, is_tied
+from llmsuite.models.head import EMBEDDING, OUTPUT, SCORE, head_of, is_tied
+from llmsuite.models.protocols import HasVocabulary
 
 _STEMS = ("adapter_model", "lora_model_state", "peft_model", "model")
 _PICKLE = "lora_model_state.pdparams"
@@ -115,7 +117,7 @@ class AdaptedTensors:
         part = _part_pattern()
         own_part = own_part_pattern()
         unknown = []
-        for name in self._files.names:
+        for name in _trained_names(self._files):
             ExpectedTensor(FLOATS).check(self._files.spec(name), self._path)
             if match := own_part.fullmatch(name):
                 target = self._name(f"{match[1]}.weight")
@@ -382,6 +384,12 @@ class AdaptedTensors:
         return value.astype(dtype, copy=False)
 
 
+def _trained_names(files: TensorSource) -> list[str]:
+    """Names of the tensors of an adapter, without the frozen values of modules that were trained in full: PEFT saves
+    them too where the embedding was resized."""
+    return [name for name in files.names if ".original_module." not in name]
+
+
 def _sliced(value: np.ndarray, parameter: AdapterParameter | None, index: Sequence[slice]) -> np.ndarray:
     """A parameter of an adapter, cut with these slices of W [inputs, outputs]."""
     if parameter is not None and parameter.by_inputs is not None:
@@ -433,6 +441,7 @@ def add_adapter(base: ModelDirectory, directory: Path, allow_pickle: bool = Fals
     files = _open_files(directory, allow_pickle)
     if head_of(base.config) != "score" and any(name.endswith(f".{SCORE}") for name in files.names):
         base = with_score_head(base)
+    base = _with_rows_of(base, directory, files)
     format = stored_format(directory)
     trained_on = base
     if base.carried and has_mtp_layers(base.family, base.config, files.names):
@@ -445,6 +454,33 @@ def add_adapter(base: ModelDirectory, directory: Path, allow_pickle: bool = Fals
     return dataclasses.replace(
         base, layout="hf", tensors=tensors, files=files, linears_transposed=False, adapter=directory
     )
+
+
+def _with_rows_of(base: ModelDirectory, directory: Path, files: TensorSource) -> ModelDirectory:
+    """The base with as many rows of embedding and head as an adapter has that was trained with new tokens.
+
+    Raises:
+        UserError: it has only one of them.
+    """
+    config = base.config
+    if not isinstance(config, HasVocabulary):
+        return base
+    names = base.family.names()
+    table = names.hf_tensors(EMBEDDING, config).names[0]
+    saved = {_SAVED.sub("", name): name for name in files.names}
+    found = next((saved[wrapper + table] for wrapper in _WRAPPERS if wrapper + table in saved), None)
+    if found is None or len(files.spec(found).shape) != 2 or files.spec(found).shape[0] <= config.vocab_size:
+        return base
+    rows = files.spec(found).shape[0]
+    if head_of(config) == "language_model" and not is_tied(config):
+        head = names.hf_tensors(OUTPUT, config).names[0]
+        heads = [saved[wrapper + head] for wrapper in _WRAPPERS if wrapper + head in saved]
+        if not heads or files.spec(heads[0]).shape[:1] != (rows,):
+            raise UserError(
+                f"{directory}: its embedding has {rows} rows and that of {base.path} {config.vocab_size}, but it has "
+                "no head with as many; save both with modules_to_save"
+            )
+    return with_vocabulary(base, rows)
 
 
 def _open_files(directory: Path, allow_pickle: bool) -> TensorSource:

@@ -60,6 +60,16 @@ class ModelSection(Section):
     tokenizer: str | None = None
     """Directory with tokenizer.json and tokenizer_config.json, or a name on a hub. Default: the tokenizer of the
     weights."""
+    new_tokens: list[str] = dataclasses.field(default_factory=list)
+    """Texts that are added to the tokenizer, each as one token with the next id, as by `add_tokens` of transformers.
+    The tokenizer is saved with them. Their rows of embedding and head have to be trained: next to adapters, by
+    `lora.modules_to_save`."""
+    new_special_tokens: list[str] = dataclasses.field(default_factory=list)
+    """Special tokens, which answers are decoded without, that are added after new_tokens."""
+    vocab_size: PositiveInt | None = None
+    """Number of rows of embedding and head, of which each token has one: more than those of the weights, for example to
+    make room for new_tokens, or to pad them to a multiple. Each added row is the mean of the others. null: as many as
+    the weights have."""
     preset: str | None = None
     """Name of a published model shape of the family, such as "llama-3.1-8b". Needed only without a config.json."""
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -68,6 +78,17 @@ class ModelSection(Section):
     def unused(self) -> Iterator[tuple[str, str]]:
         if self.weights is None:
             yield "load", "has no effect while weights is null; set that too, or remove it"
+            yield "vocab_size", "has no effect while weights is null; set config.vocab_size instead"
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        every: list[str] = []
+        for key, texts in (("new_tokens", self.new_tokens), ("new_special_tokens", self.new_special_tokens)):
+            for text in texts:
+                if not text.strip():
+                    yield key, f"has {text!r}; a token has a text"
+                elif text in every:
+                    yield key, f"has {text!r} twice; name it once"
+                every.append(text)
 
 
 @dataclasses.dataclass(kw_only=True)

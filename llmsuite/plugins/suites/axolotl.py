@@ -17,6 +17,14 @@ from llmsuite.plugins.suites.suite import Run, Suite
 
 _TEMPLATES = {"chatml": "chatml", "llama3": "llama3", "qwen_25": "qwen2.5", "tokenizer_default": "tokenizer"}
 _ENDS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "qwen2.5": "<|im_end|>"}
+_TOKENS = (
+    (r"llama-?3", ("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>")),
+    (r"llama-?3[._][123]", ("<|finetune_right_pad_id|>", "<|eom_id|>")),
+    (r"qwen-?(2|2\.5|3)-", ("<|endoftext|>", "<|im_start|>", "<|im_end|>")),
+    (r"smollm2-", ("<|endoftext|>", "<|im_start|>", "<|im_end|>")),
+)
+"""Special tokens of tokenizers of published models, by a pattern of the name in lower case: as a pad token, Axolotl
+adds none of them."""
 _SEPARATING_KERNELS = (
     "flash_attention",
     "flash_attention_2",
@@ -117,7 +125,7 @@ def _recipe(run: Run) -> dict[str, Any]:
     if not has_eval:
         recipe["data"].pop("eval", None)
     if is_on(adapter):
-        recipe["lora"] = _lora(run, str(adapter), four, eight)
+        recipe["lora"] = _lora(run, str(adapter), four, eight) | _in_full(run, precision)
     recipe["checkpoint"] = _checkpoint(run, has_eval, defaults)
     trainer.early_stopping(run, "early_stopping_patience", recipe)
     if "early_stopping" in recipe["train"]:
@@ -294,6 +302,11 @@ def _columns(run: Run, key: str, entry: Mapping[str, Any]) -> dict[str, str]:
     return {field or "messages": str(entry.get("field_messages") or "messages")}
 
 
+def _has_token(base_model: str, token: str) -> bool:
+    """Return True for a special token that the tokenizer of a published model is known to have."""
+    return any(re.search(pattern, base_model.lower()) and token in tokens for pattern, tokens in _TOKENS)
+
+
 def _check_tokens(run: Run, template: str, is_text: bool) -> None:
     """Refuse end-of-turn tokens other than those of the template, and special tokens other than the tokenizer's."""
     ends = run.take("eot_tokens", LIST)
@@ -302,9 +315,13 @@ def _check_tokens(run: Run, template: str, is_text: bool) -> None:
         run.left_out("eot_tokens", ends, "rows of text have no turns")
     elif ends and ends != [_ENDS.get(template)]:
         run.refuse("eot_tokens", ", ".join(map(str, ends)), "the end of an answer is determined by the chat template")
-    name = str(run.given("base_model")).lower()
-    own = next((found for pattern, found in _OWN_TOKENS if re.search(pattern, name)), (None, None, None))
-    same = {"pad_token": tokens.get("pad_token")} | dict(zip(("bos_token", "eos_token", "unk_token"), own))
+    name = str(run.given("base_model"))
+    own = next((found for pattern, found in _OWN_TOKENS if re.search(pattern, name.lower())), (None, None, None))
+    pad = tokens.get("pad_token")
+    if pad is not None and pad not in own and not _has_token(name, str(pad)):
+        why = "a token that the tokenizer may not have gets a row of the embedding; leave it out if it has it"
+        run.refuse("special_tokens", f"pad_token {pad}", why)
+    same = {"pad_token": pad} | dict(zip(("bos_token", "eos_token", "unk_token"), own))
     changed = sorted(role for role, token in tokens.items() if token is not None and same.get(role) != token)
     if changed:
         run.refuse("special_tokens", ", ".join(changed), "tokens are those of the tokenizer")
@@ -403,6 +420,17 @@ def _lora(run: Run, adapter: str, four: bool, eight: bool) -> dict[str, Any]:
     kind = ("bnb_config_kwargs.bnb_4bit_quant_type", str(options.get("bnb_4bit_quant_type", "nf4")))
     doubled = bool(options.get("bnb_4bit_use_double_quant", True))
     return found | model.bits(run, four, ("load_in_8bit", eight), kind, doubled)
+
+
+def _in_full(run: Run, precision: str) -> dict[str, Any]:
+    """Return the keys of section lora about modules that are trained in full."""
+    given = run.given("lora_modules_to_save")
+    if given and precision != "fp32":
+        run.refuse("lora_modules_to_save", given, "are trained in 16 bits; they have float32 master weights here")
+    found = model.modules_to_save(run, "lora_modules_to_save")
+    if run.flag("peft_ensure_weight_tying") and found:
+        found["ensure_weight_tying"] = True
+    return found
 
 
 AXOLOTL = Suite(

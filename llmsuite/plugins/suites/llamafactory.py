@@ -241,6 +241,11 @@ def _lora(run: Run) -> dict[str, Any]:
     if ratio:
         found["lora_plus_ratio"] = float(ratio)
     found |= model.target_modules(run, "lora_target", ("all",), "all")
+    if run.given("additional_target") is not None and run.given("pure_bf16"):
+        run.refuse(
+            "additional_target", run.given("additional_target"), "with pure_bf16: they have float32 masters here"
+        )
+    found |= model.modules_to_save(run, "additional_target")
     number = run.number("quantization_bit", None)
     method = str(run.take("quantization_method") or "bnb")
     kind = str(run.take("quantization_type") or "nf4")

@@ -89,6 +89,15 @@ def target_modules(run: Run, key: str, every: tuple[str, ...], default: str | No
     return {}
 
 
+def modules_to_save(run: Run, key: str) -> dict[str, Any]:
+    """Return `lora.modules_to_save` for the argument that names the modules which PEFT trains in full."""
+    named = run.words(key)
+    others = [name for name in named if name not in ("embed_tokens", "lm_head")]
+    if others:
+        run.refuse(key, ", ".join(others), "lora.modules_to_save has embed_tokens and lm_head")
+    return {"modules_to_save": named} if named else {}
+
+
 def bits(run: Run, four: bool, eight: tuple[str, Any], kind: tuple[str, str], doubled: bool) -> dict[str, Any]:
     """Return `lora.base_dtype` and `lora.base_double_quant` for bitsandbytes' arguments.
 

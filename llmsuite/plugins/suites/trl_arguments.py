@@ -23,7 +23,7 @@ REFUSED: Mapping[str, Refusal] = {
     "reference_free": Refusal("the reference is the initial model"),
     "rpo_alpha": Refusal("weights answers equally; dpo.sft_weight weights tokens equally"),
     "lora_target_parameters": Refusal("nearest key: lora.target_modules, such as experts.*"),
-    "lora_modules_to_save": Refusal("only adapters are trained: lora.target_modules may name embed_tokens"),
+    "lora_modules_to_save": Refusal("their precision may differ; nearest key: lora.modules_to_save"),
     "test_split_size": Refusal("it splits rows at random; write the split into files: data.train and data.eval"),
     "model_revision": Refusal("nearest: model.weights hf:ORG/NAME@REVISION", lambda value: value not in (None, "main")),
     "mask_truncated_completions": Refusal("nearest key: grpo.mask_truncated"),

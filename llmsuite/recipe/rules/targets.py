@@ -88,6 +88,32 @@ def _not_next_to_full_modules(context: RuleContext) -> Iterator[Violation]:
         yield key, f"is set, and train.mtp_loss_weight is {weight}; a shared embedding is frozen: remove one of the two"
 
 
+def _untrained_rows(context: RuleContext) -> Iterator[Violation]:
+    model = context.recipe.model
+    keys = {
+        "model.new_tokens": bool(model.new_tokens),
+        "model.new_special_tokens": bool(model.new_special_tokens),
+        "model.vocab_size": model.vocab_size is not None,
+    }
+    key = next((key for key, is_given in keys.items() if is_given), None)
+    if key is None or context.config is None:
+        return
+    if not context.stage.trains:
+        yield key, f"is set, but stage {context.recipe.stage} does not train, and new rows say nothing; remove it"
+        return
+    if not context.recipe.freezes_model:
+        return
+    lora = context.recipe.lora
+    is_scored = context.stage.head == "score"
+    is_tied = not is_scored and bool(getattr(context.config, "tie_word_embeddings", False))
+    plan = context.shard_plan
+    needed = [plan.embedding] if is_tied or is_scored else [plan.embedding, HEAD]
+    in_full = [] if lora.rank is None else full_modules(lora.modules_to_save, plan, is_tied)
+    missing = [module.rpartition(".")[2] for module in needed if module not in in_full]
+    if missing:
+        yield key, f"is set, but {' and '.join(missing)} would stay frozen; name them in lora.modules_to_save"
+
+
 TARGET_RULES = (
     Rule(
         "`target_modules` of `lora` or `qat` that match no matrix of the model",
@@ -101,6 +127,13 @@ TARGET_RULES = (
         "nothing else is trained in full next to adapters, and tied matrices cannot get different updates",
         ("--lora.rank=8", '--lora.modules_to_save=["norm"]'),
         _not_trained_in_full,
+    ),
+    Rule(
+        "`model.new_tokens`, `model.new_special_tokens` or `model.vocab_size` with a frozen embedding or head, or with "
+        "a stage that does not train",
+        "rows of new tokens have to be trained, and an adapter is saved with them",
+        (),
+        _untrained_rows,
     ),
     Rule(
         "`lora.modules_to_save` with `lora.init` `lora_ga`, a stage with rollouts, or `train.mtp_loss_weight`",

@@ -35,6 +35,19 @@ def test_adapters_by_its_defaults(converted: Converted) -> None:
     }  # fmt: skip
 
 
+def test_modules_that_are_trained_in_full(converted: Converted) -> None:
+    modules = ["embed_tokens", "lm_head"]
+    found = converted(
+        ACTION, {**BARE, "bf16": False, "lora_modules_to_save": modules, "peft_ensure_weight_tying": True}
+    )
+    assert found.recipe["lora"]["modules_to_save"] == modules
+    assert found.recipe["lora"]["ensure_weight_tying"] is True
+    of_llama_3 = {**BARE, "base_model": "meta-llama/Llama-3.1-8B", "peft_ensure_weight_tying": True}
+    found = converted(ACTION, {**of_llama_3, "special_tokens": {"pad_token": "<|finetune_right_pad_id|>"}})
+    assert "modules_to_save" not in found.recipe["lora"]
+    assert "ensure_weight_tying" not in found.recipe["lora"]
+
+
 def test_whole_models(converted: Converted) -> None:
     values = {**FULL, "bf16": False, "micro_batch_size": 2, "gradient_accumulation_steps": 4, "num_epochs": 3,
               "lr_scheduler": "cosine", "cosine_min_lr_ratio": 0.1, "optimizer": "adamw_torch_fused",
@@ -221,6 +234,17 @@ def test_paged_adamw_without_decay_is_adamw(converted: Converted) -> None:
         ({**BARE, "sample_packing": True}, "without flash attention tokens attend"),
         ({**BARE, "eot_tokens": ["<end>"]}, "eot_tokens = <end>"),
         ({**BARE, "special_tokens": {"eos_token": "x"}}, "special_tokens = eos_token"),
+        ({**BARE, "special_tokens": {"pad_token": "<pad>"}}, "special_tokens = pad_token <pad>"),
+        # a token of Llama 3.1
+        (
+            {**BARE, "special_tokens": {"pad_token": "<|finetune_right_pad_id|>"}},
+            "may not have gets a row of the embedding",
+        ),
+        ({**BARE, "lora_modules_to_save": ["embed_tokens", "lm_head"]}, "are trained in 16 bits"),
+        (
+            {**BARE, "bf16": False, "lora_modules_to_save": ["norm"]},
+            "lora.modules_to_save has embed_tokens and lm_head",
+        ),
         ({**BARE, "plugins": ["a.b.MyPlugin"]}, "plugins = "),
         ({**BARE, "lora_r": None}, "has an adapter, but no lora_r"),
         ({**BARE, "lora_target_linear": None}, "lora_target_modules = not given"),

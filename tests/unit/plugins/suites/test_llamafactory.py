@@ -66,6 +66,7 @@ def test_adapters(converted: Converted) -> None:
         return converted(ACTION, {**SFT, **values}).recipe["lora"]
 
     assert lora(lora_target="q_proj, v_proj")["target_modules"] == ["q_proj", "v_proj"]
+    assert lora(additional_target="embed_tokens,lm_head")["modules_to_save"] == ["embed_tokens", "lm_head"]
     assert lora(lora_alpha=8)["alpha"] == 8.0
     assert lora(use_dora=True)["method"] == "dora"
     assert lora(loraplus_lr_ratio=16.0)["lora_plus_ratio"] == 16.0
@@ -152,6 +153,8 @@ NOT_THE_SAME: list[tuple[dict[str, Any], str]] = [
     ({**SFT, "quantization_bit": 4, "quantization_method": "hqq"}, "quantization_method = hqq"),
     ({**SFT, "model_name_or_path": "Qwen/Qwen3-30B-A3B"}, "lora_target = all: includes routed experts and gates"),
     ({**BARE, "model_name_or_path": "Qwen/Qwen3-30B-A3B"}, "lora_target = all: includes routed experts"),
+    ({**SFT, "additional_target": "embed_tokens,norm"}, "additional_target = norm: lora.modules_to_save has"),
+    ({**SFT, "additional_target": "lm_head", "pure_bf16": True}, "additional_target = lm_head: with pure_bf16"),
     ({**SFT, "finetuning_type": "freeze"}, "finetuning_type = freeze"),
     ({**SFT, "adapter_name_or_path": "x"}, "after `llmsuite merge`"),
     ({**DPO, "pref_loss": "orpo"}, "pref_loss = orpo: weights chosen answers equally"),
