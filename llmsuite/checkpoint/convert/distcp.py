@@ -95,6 +95,8 @@ def _open(directory: Path, path: Path, metadata: Mapping[str, Any]) -> BlockFile
     blocks = {}
     for key, name in names.items():
         parts = [record.fields for record in metadata["state_dict_metadata"][key]]
+        if not parts:
+            raise ValueError(f"{key!r} has no blocks")
         for part in parts:
             check_kinds(path, part, _BLOCK_KINDS)
         spec = TensorSpec(name, _full_shape(parts), np.dtype(str(parts[0]["dtype"])).name)

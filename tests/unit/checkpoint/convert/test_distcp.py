@@ -117,6 +117,12 @@ def test_missing_files_are_listed(saved: Path) -> None:
         open_(saved)
 
 
+def test_a_tensor_without_blocks(saved: Path) -> None:
+    with_metadata(saved / "dist_ckpt", lambda metadata: metadata.state_dict_metadata[NORM].clear())
+    with pytest.raises(UserError, match=rf"0\.metadata: .*'{NORM}' has no blocks"):
+        open_(saved)
+
+
 def test_a_file_that_lacks_a_tensor_of_the_metadata(saved: Path) -> None:
     content = pickle.loads((saved / "dist_ckpt/0_0.distcp").read_bytes())
     short = {**content, NORM: content[NORM][:20]}
