@@ -252,7 +252,10 @@ def _ray_devices(run: Run) -> int:
     if isinstance(group, dict) and group.get("workers") == ["default"]:
         ranks = group.get("ranks")
         found = re.fullmatch(r"list\(range\((?:0, *)?(\d+)\)\)", ranks) if isinstance(ranks, str) else None
-        count = int(found[1]) if found is not None else ranks if type(ranks) is int else 0
+        if found is not None:
+            count = int(found[1])
+        elif isinstance(ranks, int) and not isinstance(ranks, bool):
+            count = ranks
     if count < 1:
         run.refuse("device_groups", given, "names other ranks on Ray than 0 to N of one group, whose worker is default")
     return count

@@ -41,7 +41,7 @@ _ANSWERS = {
         "{%- else %}{{- content + '<|im_end|>\\n' }}{%- endif %}"
     ),
 }
-"""What is written of an answer, by `loss_scale`."""
+"""Text that writes an answer, by `loss_scale`."""
 
 
 def has_no_system(model: str) -> bool:
