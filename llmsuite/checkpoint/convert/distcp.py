@@ -95,10 +95,7 @@ def _open(directory: Path, path: Path, metadata: Mapping[str, Any]) -> BlockFile
     blocks = {}
     for key, name in names.items():
         parts = [record.fields for record in metadata["state_dict_metadata"][key]]
-        if not parts:
-            raise ValueError(f"{key!r} has no blocks")
-        for part in parts:
-            check_kinds(path, part, _BLOCK_KINDS)
+        _check_blocks(path, key, parts)
         spec = TensorSpec(name, _full_shape(parts), np.dtype(str(parts[0]["dtype"])).name)
         specs[name] = spec
         pieces: dict[tuple[Any, Any], list[tuple[range, StoredArray | StoredTensor, str]]] = {}
@@ -119,6 +116,13 @@ def _open(directory: Path, path: Path, metadata: Mapping[str, Any]) -> BlockFile
     for name in specs:
         result.add(name, blocks[name])
     return result
+
+
+def _check_blocks(path: Path, key: str, parts: Sequence[Mapping[str, Any]]) -> None:
+    if not parts:
+        raise ValueError(f"{key!r} has no blocks")
+    for part in parts:
+        check_kinds(path, part, _BLOCK_KINDS)
 
 
 def _spec(found: StoredArray | StoredTensor, name: str) -> TensorSpec:

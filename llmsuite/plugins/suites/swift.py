@@ -254,10 +254,10 @@ def _ray_devices(run: Run) -> int:
     count = 0
     if isinstance(group, dict) and group.get("workers") == ["default"]:
         ranks = group.get("ranks")
-        found = re.fullmatch(r"list\(range\((?:0, *)?(\d+)\)\)", str(ranks))
+        found = re.fullmatch(r"list\(range\((?:0, *)?(\d+)\)\)", ranks) if isinstance(ranks, str) else None
         if found is not None:
             count = int(found[1])
-        elif type(ranks) is int:
+        elif isinstance(ranks, int) and not isinstance(ranks, bool):
             count = ranks
     if count < 1:
         run.refuse("device_groups", given, "names other ranks on Ray than 0 to N of one group, whose worker is default")

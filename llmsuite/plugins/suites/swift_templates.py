@@ -41,7 +41,7 @@ _ANSWERS = {
         "{%- else %}{{- content + '<|im_end|>\\n' }}{%- endif %}"
     ),
 }
-"""Tokens of an answer that have a loss, by `loss_scale`."""
+"""Text that writes an answer, by `loss_scale`."""
 
 
 def has_no_system(model: str) -> bool:
