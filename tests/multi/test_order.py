@@ -44,11 +44,7 @@ RUNS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         ("--model.config.tie_word_embeddings=true",),
     ),
     "four stages": ("qwen/sft", {"pipeline_parallel_degree": 4}, ()),
-    "scales of 8-bit moments": (
-        "llama/sft",
-        {"tensor_parallel_degree": 2, "sharding": "stage2"},
-        ("--train.optimizer=adamw_8bit",),
-    ),
+    "scales of 8-bit moments": ("llama/sft", {**PP, "sharding": "stage2"}, ("--train.optimizer=adamw_8bit",)),
     "experts, stage 2": ("deepseek/sft", {**PP, "sharding": "stage2", "expert_parallel_degree": 2}, ()),
 }
 
