@@ -55,10 +55,6 @@ _LIBRARY = CppLibrary(
     without=("the simulated device needs", "leave its tests out"),
 )
 
-FIGURES = ("allocations", "releases", "used", "peak", "launched", "waited", "unordered")
-"""What `sim_figures` of the library gives: counts, bytes in use and their peak, kernels that the host launched and went
-on, those it waited for, and accesses without an order."""
-
 
 @functools.cache
 def library_directory() -> Path:

@@ -19,20 +19,10 @@ from typing import Any
 import numpy as np
 
 from llmsuite.devices.start import start_paddle
-from tests.device import FIGURES, SimBackend
+from tests.device import SimBackend
+from tests.device.library import figures, library
 
 BACKEND = SimBackend()
-
-
-def library() -> ctypes.CDLL:
-    return ctypes.CDLL(str(Path(os.environ["CUSTOM_DEVICE_ROOT"]) / "libsim.so"))
-
-
-def figures() -> dict[str, int]:
-    """Counts of the runtime so far."""
-    found = (ctypes.c_uint64 * len(FIGURES))()
-    library().sim_figures(found)
-    return dict(zip(FIGURES, found, strict=True))
 
 
 @contextlib.contextmanager

@@ -59,6 +59,10 @@ class Order {
     std::string error;
     for (auto& span : access.reads) compare(span, *own, clock, false, &error);
     for (auto& span : access.writes) compare(span, *own, clock, true, &error);
+    if (!error.empty()) {
+      ++unordered_;
+      last_ = error;
+    }
     if (!error.empty() && mode() == 1) {
       // it does not run. Paddle ends the process for errors of other types
       PADDLE_THROW(common::errors::PreconditionNotMet("sim: not ordered: %s", error));
@@ -88,6 +92,11 @@ class Order {
     cut(first);
     cut(last);
     pieces_.erase(pieces_.lower_bound(first), pieces_.lower_bound(last));
+  }
+
+  std::string last() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return last_;
   }
 
   uint64_t unordered() {
@@ -170,10 +179,7 @@ class Order {
     if (is_after(clock, before)) return;
     const std::string text = named(own) + (writes ? " writes" : " reads") + " memory that " + named(before) +
                              (wrote ? " writes" : " reads") + ", and does not wait for it";
-    if (error->empty()) {
-      *error = text;
-      ++unordered_;
-    }
+    if (error->empty()) *error = text;
     const std::string pair = own.what + (writes ? " w " : " r ") + before.what + (wrote ? " w" : " r");
     if (mode() != 2 || !printed_.insert(pair).second) return;
     std::fprintf(stderr, "sim: not ordered: %s (at %p)\n", text.c_str(), reinterpret_cast<void*>(at));
@@ -183,6 +189,7 @@ class Order {
   std::vector<Clock> clocks_{1};  // of the host
   std::map<uintptr_t, Piece> pieces_;
   std::set<std::string> printed_;
+  std::string last_;
   uint64_t unordered_ = 0;
 };
 
@@ -206,6 +213,8 @@ void wait_for(int actor, const Clock& clock) { order().wait_for(actor, clock); }
 void wait_for_all(int actor) { order().wait_for_all(actor); }
 
 void forget(const Span& memory) { order().forget(memory); }
+
+std::string last_unordered() { return order().last(); }
 
 uint64_t count_unordered() { return order().unordered(); }
 

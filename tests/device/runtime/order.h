@@ -42,6 +42,7 @@ void wait_for_all(int actor);
 
 void forget(const Span& memory);  // it is given back
 
-uint64_t count_unordered();  // how many errors there were, with SIM_ORDER=2 too
+uint64_t count_unordered();    // how many errors there were, with SIM_ORDER=2 too
+std::string last_unordered();  // the text of the last one
 
 }  // namespace sim

@@ -1,5 +1,5 @@
 // The runtime that Paddle's CustomDevice interface asks for: device, streams, events, memory, copies.
-#include <atomic>
+#include <cstdio>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -193,6 +193,11 @@ EXPORTED void sim_let_go() {
   std::lock_guard<std::mutex> lock(hold_mutex);
   is_held = false;
   hold_changed.notify_all();
+}
+
+// For tests: the text of the last error of order, cut to fit.
+EXPORTED void sim_last_unordered(char* to, size_t size) {
+  std::snprintf(to, size, "%s", sim::last_unordered().c_str());
 }
 
 // For tests: allocations, releases, bytes in use, highest use, kernels, kernels for which the host waited, errors of order.
