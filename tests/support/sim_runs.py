@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+from llmsuite.devices.cpu import CpuBackend
 from tests.multi.conftest import Runner
 from tests.parity.cases import Case
 from tests.support.paths import ROOT
@@ -41,18 +42,14 @@ def run_on_sim(runner: Runner, cases: Iterable[Case]) -> dict[str, str]:
 
 def launch(runner: Runner, num_ranks: int, *words: str, **environment: Any) -> tuple[int, str]:
     """Run `tests.device.launched`: exit code, and what was printed."""
-    command = [
-        sys.executable,
-        "-m",
-        "tests.device.launched",
-        str(num_ranks),
-        str(runner.directory / "sim-logs"),
-        *words,
-    ]
+    logs = str(runner.directory / "sim-logs")
+    # a process of tests has those of the CPU, which a launcher takes for the user's
+    of_cpu = CpuBackend().environment(num_ranks)
+    inherited = {name: value for name, value in runner.environment.items() if name not in of_cpu}
     process = subprocess.run(
-        command,
+        [sys.executable, "-m", "tests.device.launched", str(num_ranks), logs, *words],
         cwd=ROOT,
-        env={**runner.environment, **environment},
+        env={**inherited, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
