@@ -65,7 +65,7 @@ def library_directory() -> Path:
     link = directory / "libsim.so"
     if not link.exists():
         own = directory / f"{os.getpid()}.link"
-        own.symlink_to(library)
+        own.symlink_to(Path("..") / library.name)  # the cache may be reached by a path of the session
         own.replace(link)  # at once: several processes may do so
     return directory
 
