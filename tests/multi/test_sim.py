@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.device import library_directory
 from tests.multi.conftest import Runner
 from tests.parity.cases import COMMON, LIMIT, OPTIMIZERS, once
 
@@ -17,6 +18,7 @@ def train(runner: Runner, name: str, device: str, recipe: str, *words: str) -> N
     process = runner.start(
         "run", recipe, "--smoke", "--plugin", PLUGIN, f"--device={device}", *given,
         f"--output_dir={runner.directory / name}",
+        CUSTOM_DEVICE_ROOT=str(library_directory()),  # Paddle sets it in a process of tests that has imported it
     )  # fmt: skip
     printed, _ = process.communicate()
     assert process.returncode == 0, printed

@@ -14,7 +14,7 @@ import sys
 
 import pytest
 
-from tests.device import SimBackend
+from tests.device import SimBackend, library_directory
 from tests.device.ranks import CHECKS, NUM_RANKS, REMOVALS
 from tests.multi.conftest import Runner
 from tests.parity.cases import Case, compare, many_processes, once, one_process, run_cases
@@ -90,6 +90,7 @@ def test_a_missing_wait_is_found(of_ranks: list[dict[str, str | None]], removal:
 def test_paddle_gives_memory_of_programs_back_too_early(fast: bool) -> None:
     """If not, Paddle has mended it: the entry in docs/notes/upstream.md can go, and the flag of `CustomBackend`."""
     environment = {**os.environ, **SimBackend().variables(1, 0), "FLAGS_fast_eager_deletion_mode": str(int(fast))}
+    environment["CUSTOM_DEVICE_ROOT"] = str(library_directory())
     command = [sys.executable, "-m", "tests.device.early_release"]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert (run.returncode == 0) == (not fast), run.stderr

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from llmsuite.devices.cpu import CpuBackend
+from tests.device import library_directory
 from tests.multi.conftest import Runner
 from tests.parity.cases import Case
 from tests.support.paths import ROOT
@@ -49,7 +50,7 @@ def launch(runner: Runner, num_ranks: int, *words: str, **environment: Any) -> t
     process = subprocess.run(
         [sys.executable, "-m", "tests.device.launched", str(num_ranks), logs, *words],
         cwd=ROOT,
-        env={**inherited, **environment},
+        env={**inherited, "CUSTOM_DEVICE_ROOT": str(library_directory()), **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
