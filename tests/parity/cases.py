@@ -15,7 +15,7 @@ import numpy as np
 from llmsuite.contract.registry import PluginInfo
 from llmsuite.launch.ends import INTERRUPTED
 from llmsuite.recipe.resolve import RunPlan, plan_run
-from tests import standin
+from tests import device, standin
 from tests.conftest import registry_with
 from tests.further import RUNS_ALL
 from tests.multi.conftest import RECIPE, Runner
@@ -114,6 +114,7 @@ def plan_of(case: Case) -> RunPlan:
     registry = registry_with()
     registry.add(PluginInfo("tokens", "tests", "tokens", plugin=token_stage))
     registry.add(PluginInfo("standin", "tests", "standin", plugin=standin))
+    registry.add(PluginInfo("sim", "tests", "sim", plugin=device))
     return plan_run(ROOT / case.recipe, case.words, registry, smoke=True)
 
 

@@ -25,7 +25,7 @@ from llmsuite.base.cache import isolated_cache
 from llmsuite.contract.registry import PluginInfo, load_plugins
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.recipe.resolve import plan_run
-from tests import standin
+from tests import device, standin
 from tests.parity import traffic
 from tests.support.gloo_groups import reused
 
@@ -52,6 +52,7 @@ def main(file: str) -> int:
     registry = load_plugins()
     registry.add(PluginInfo("tokens", "tests", "tokens", plugin=token_stage))
     registry.add(PluginInfo("standin", "tests", "standin", plugin=standin))
+    registry.add(PluginInfo("sim", "tests", "sim", plugin=device))
     groups: dict[Any, Any] = {}
     new_group = dist.new_group
     for case in cases:

@@ -1,0 +1,106 @@
+"""Checks of the engine's messages on two ranks of the device `sim`, with each of their waits, and without one.
+
+    python -m tests.device.launched 2 LOGS FILE tests.device.ranks
+
+leaves what came of each check, and of each removal of `REMOVALS`, in FILE.RANK, as JSON; see `tests.standin.removals`.
+With SIM_ORDER=2 an access without an order does not raise, so all ranks get on to the next check together.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.standin.removals import Removal
+from tests.standin.table import OF_RANKS
+
+NUM_RANKS = 2
+ENVIRONMENT = {"SIM_ORDER": "2", "SIM_PATIENCE": "60"}
+
+
+def main(file: str) -> int:
+    """What each rank does."""
+    from llmsuite.contract.schema.degrees import Degrees
+    from llmsuite.parallel import collective
+    from tests.device import SimBackend
+    from tests.standin.ranks import _on_any_rank
+    from tests.standin.removals import tell
+
+    SimBackend().activate(collective.local_rank())
+    collective.start(Degrees(1, 2, 1, 1))
+    checks = {name: functools.partial(_in_order, check) for name, check in CHECKS.items()}
+    tell(Path(f"{file}.{collective.rank()}"), checks, REMOVALS, (), _on_any_rank)
+    return 0
+
+
+def _in_order(check: Callable[[], None]) -> None:
+    """Run a check; an access without an order counts for more than the numbers that come of it."""
+    import paddle
+
+    from tests.device.library import figures, last_unordered
+
+    before = figures()["unordered"]
+    error = None
+    try:
+        check()
+    except AssertionError as found:
+        error = found
+    paddle.device.synchronize()
+    if figures()["unordered"] > before:
+        raise AssertionError(last_unordered()) from error
+    if error is not None:
+        raise error
+
+
+def messages() -> None:
+    """Numbers come as they were sent."""
+    import paddle
+
+    from llmsuite.contract.schema.degrees import Degrees
+    from llmsuite.parallel import collective
+    from llmsuite.parallel.mesh import Mesh
+    from llmsuite.parallel.p2p import P2PChannels
+
+    channels = P2PChannels(Mesh(Degrees(2, 1, 1, 1), collective.rank()), False)
+    came = []
+    for number in range(2):
+        sent = paddle.full([3, 4], float(number + 1), "bfloat16")
+        if collective.rank() == 0:
+            channels.send(sent, forward=True)
+            sent.zero_()  # its memory is somebody else's now
+            found = channels.receive([3, 4], "bfloat16", forward=False)
+        else:
+            found = channels.receive([3, 4], "bfloat16", forward=True)
+            channels.send(found, forward=False)
+        came.append(found)
+    # after the last message: a rank that stops earlier would leave the other one waiting
+    for number, found in enumerate(came):
+        assert bool((found == float(number + 1)).all()), found
+
+
+def sums() -> None:
+    """Gradients are summed over data ranks, once a step."""
+    from tests.standin import ranks
+
+    ranks.sums()
+
+
+def scattered_sums() -> None:
+    """Over sharding ranks, after each backward pass."""
+    from tests.standin import ranks
+
+    ranks.scattered_sums()
+
+
+CHECKS: dict[str, Callable[[], None]] = {check.__name__: check for check in (messages, sums, scattered_sums)}
+
+_NOT_FOUND = (
+    "                task.wait()",  # frees a record that a group of Gloo keeps
+    "def settle(read: Tensor = flat)",  # keeps memory, which is found where it is used again, and here it is not
+)
+REMOVALS: tuple[Removal, ...] = tuple(
+    removal
+    for removal in OF_RANKS
+    if removal.check in CHECKS and removal.file != "parallel/sharding.py" and removal.text not in _NOT_FOUND
+)
