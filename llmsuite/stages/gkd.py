@@ -15,7 +15,7 @@ import paddle
 
 from llmsuite.base.typing import Tensor
 from llmsuite.engine.batch import flat_targets, tensor, total
-from llmsuite.engine.stage import Batch, LossTerms, StageContext
+from llmsuite.engine.stage import Batch, LossTerms, Stage, StageContext
 from llmsuite.models.divergence import Comparison
 from llmsuite.stages.gkd_section import GkdSection
 from llmsuite.stages.language_model import WeightedTokens, hidden_at_positions
@@ -27,9 +27,11 @@ class GkdStage(SftStage):
     those of `sft`."""
 
     truncate_key = "gkd.truncate"
+    batch_layout = Stage.batch_layout  # a teacher runs in no step program
 
     def __init__(self, section: GkdSection, context: StageContext):
         super().__init__(section, context)
+        self._mtp_weight = 0.0  # a teacher has no MTP layers: refused before the run
         self._profile = section.profile()
         self._beta = section.beta
         self._temperature = section.temperature

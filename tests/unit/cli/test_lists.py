@@ -73,9 +73,11 @@ def test_list(run: Run, registry: Registry, what: str, kind: str) -> None:
     assert (code, err) == (0, "")
     rows = [line.split("  ") for line in out.splitlines()]
     assert [row[0].strip() for row in rows] == list(registry.specs(kind))
+    owners = {row[-1].strip() for row in rows}
+    assert "llmsuite (built in)" in owners
+    assert owners <= {"llmsuite (built in)", "llmsuite (bundled)"}
     for row, spec in zip(rows, registry.specs(kind).values()):
         assert spec.help in [part.strip() for part in row]
-        assert row[-1].strip() == "llmsuite (built in)"
 
 
 def test_list_recipes(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

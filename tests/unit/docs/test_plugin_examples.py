@@ -206,7 +206,7 @@ def test_methods_and_services_on_the_page_exist() -> None:
     services = PAGES["stages"].partition("## Context")[2].partition("## Loss")[0]
     names = {field.name for field in dataclasses.fields(StageContext)} | set(dir(StageContext))
     named = re.findall(r"^\| `(\w+)(?:\(.*?\))?` \|", services, re.MULTILINE)
-    assert len(named) == 9
+    assert len(named) == 10
     assert set(named) <= names
 
 

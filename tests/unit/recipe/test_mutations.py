@@ -171,7 +171,7 @@ def beyond(annotation: Any) -> Iterator[Any]:
         yield f"{inner[0]}x"
     elif origin in (Union, types.UnionType):
         for option in inner:
-            yield from beyond(option)
+            yield from (value for value in beyond(option) if not accepts(annotation, value))
 
 
 def test_there_are_recipes() -> None:

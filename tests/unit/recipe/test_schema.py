@@ -70,9 +70,9 @@ def test_types_are_plain_data(registry: Registry) -> None:
             assert annotation in plain or is_section or is_typeddict(annotation) or origin in allowed, path
             if origin is dict:  # what it holds is looked at like anything else: Any is noted above
                 assert typing.get_args(annotation)[0] is str, path
-    # JSON that one component reads and checks itself: the base class does not know the family yet, and
-    # rope_scaling is checked by LlamaConfig.problems
-    assert anything <= {"recipe.model.config", "recipe.model.config.rope_scaling"}
+    # JSON that one component reads and checks itself: the base class does not know the family yet, nor that of a
+    # teacher, and rope_scaling is checked by LlamaConfig.problems
+    assert anything <= {"recipe.gkd.teacher_config", "recipe.model.config", "recipe.model.config.rope_scaling"}
     typed = {path for cls in list(recipe_types(registry))[1:] for path, part in parts(cls, "recipe") if part is Any}
     assert "recipe.model.config" not in typed
 
