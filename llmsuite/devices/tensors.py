@@ -40,10 +40,12 @@ def tensor_of(values: Any, dtype: Any = None, place: Any = None) -> Tensor:
     if not paddle.in_dynamic_mode():
         return paddle.to_tensor(array, place=place)
     place = place or paddle.framework._current_expected_place()
-    tensor = paddle.empty(array.shape, array.dtype.name, device=place)
+    if place.is_gpu_place() and array.size:
+        # not blocking: CUDA has read pageable memory of the host when the call returns, and no stream has to wait
+        tensor = _filled(array, paddle.CPUPlace())._copy_to(place, False)
+    else:
+        tensor = _filled(array, place)
     tensor.stop_gradient = True  # it says so by itself, but a PyLayer demands a gradient of one that has not been set
-    if array.size:
-        _fill(tensor, np.asarray(array, order="C"), place)
     return tensor
 
 
@@ -59,12 +61,9 @@ def array_of(tensor: Tensor) -> np.ndarray:
     return np.asarray(tensor.numpy())
 
 
-def _fill(tensor: Tensor, array: np.ndarray, place: Any) -> None:
-    """Copy the values of an array to a new tensor on a place."""
-    if not tensor.place.is_gpu_place():
-        tensor.get_tensor().set(array, place)
-        return
-    host = paddle.empty(array.shape, array.dtype.name, device=paddle.CPUPlace())
-    host.get_tensor().set(array, paddle.CPUPlace())
-    # not blocking: CUDA has read pageable memory of the host when the call returns, and nothing else has to wait
-    host._copy_to(place, False)._share_buffer_to(tensor)
+def _filled(array: np.ndarray, place: Any) -> Tensor:
+    """A new tensor on a place with the values of an array; the host waits for the copy."""
+    tensor = paddle.empty(array.shape, array.dtype.name, device=place)
+    if array.size:
+        tensor.get_tensor().set(np.asarray(array, order="C"), place)
+    return tensor

@@ -226,8 +226,6 @@ class InferSection(Section):
 
     def unused_elsewhere(self) -> Iterator[tuple[str, str]]:
         yield "model.load", "has no effect in stage infer, where the weights have to match the model; remove it"
-        for key in ("model.new_tokens", "model.new_special_tokens"):
-            yield key, "has no effect in stage infer, which trains no rows for new tokens; remove it"
         if self.raw:
             yield "data.chat_template", "has no effect with infer.raw; remove it"
 

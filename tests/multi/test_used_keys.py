@@ -38,6 +38,8 @@ BY_CAPABILITY = {
 """Key -> the capability without which a rule refuses it."""
 OF_EXPERTS = {"train.expert_balance_loss", "train.expert_bias_rate"}
 """Keys that a rule refuses for families without experts."""
+OF_TRAINING = {"model.new_special_tokens", "model.new_tokens"}
+"""Keys that a rule refuses for stages that do not train."""
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +56,8 @@ def test_a_used_key_is_read(records: dict[str, Any], case: str) -> None:
     lacking = {key for key, capability in BY_CAPABILITY.items() if capability not in record["capabilities"]}
     if case != "experts":
         lacking |= OF_EXPERTS
+    if case.startswith("infer"):
+        lacking |= OF_TRAINING
     unread = {*record["used"]} - {*record["read"]} - EARLIER - lacking
     assert {key for key in unread if not _is_read_elsewhere(key)} == set(), "declare it in `unused`"
 

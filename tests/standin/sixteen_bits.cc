@@ -33,6 +33,7 @@
 #include "paddle/phi/kernels/flatten_grad_kernel.h"
 #include "paddle/phi/kernels/flatten_kernel.h"
 #include "paddle/phi/kernels/gather_grad_kernel.h"
+#include "paddle/phi/kernels/gather_kernel.h"
 #include "paddle/phi/kernels/gather_nd_grad_kernel.h"
 #include "paddle/phi/kernels/gather_nd_kernel.h"
 #include "paddle/phi/kernels/index_add_kernel.h"
@@ -286,6 +287,7 @@ class WidenedReshard final : public phi::distributed::ReshardFunction {
   FILL("unstack_grad", UnStackGradKernel)
   FILL("unsqueeze", UnsqueezeKernel)
   FILL("unsqueeze_grad", UnsqueezeGradKernel)
+  FILL("gather", GatherKernel)
   FILL("gather_grad", GatherGradKernel)
   FILL("gather_nd", GatherNdKernel)
   FILL("gather_nd_grad", GatherNdGradKernel)
