@@ -45,6 +45,8 @@ for _name in ("HF_TOKEN", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "LLMSUITE_HUBS"):
 # the same examples in every run, and no deadline: a busy machine is no failure
 hypothesis.settings.register_profile("llmsuite", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("llmsuite")
+# other examples in every run, and more: `pytest --hypothesis-profile=explore`
+hypothesis.settings.register_profile("explore", max_examples=500, deadline=None, database=None)
 
 STAGES = sorted(spec.name for spec in builtin.llmsuite_register_stages())
 """The built-in ones."""

@@ -29,6 +29,10 @@ TURN_KEYS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", 
 """Keys of a turn that always reach the chat template, or are used here."""
 PART_KEYS = frozenset({"type", "text", "annotations", "logprobs", "cache_control"})
 """Keys of a part of a turn's content. All but the first two concern a server, and not what the model reads."""
+_FORM_KEYS = frozenset({"role", "content", "from", "value"})
+"""Keys that make an object a turn. They stay in turns where a column of the row with such a name is ignored."""
+_PART_FORM_KEYS = frozenset({"type", "text"})
+"""Keys that make an object a part of a turn's content, see `_FORM_KEYS`."""
 _TURN_COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected", "responses")
 """Columns with turns in the formats that come with llmsuite."""
 ALL = "*"
@@ -109,7 +113,10 @@ def _filled(value: Any, texts: Mapping[str, str], pattern: re.Pattern[str]) -> A
 
 
 def without_ignored(row: Mapping[str, Any], ignored: Sequence[str]) -> Mapping[str, Any]:
-    """Return a row without the ignored columns, and without the ignored keys of its turns and their parts."""
+    """Return a row without the ignored columns, and without the ignored keys of its turns and their parts.
+
+    The keys that make an object a turn or a part of one stay there.
+    """
     names = set(ignored) - {ALL}
     if not names:
         return row
@@ -126,10 +133,11 @@ def _turn_without(value: Any, names: set[str]) -> Any:
     """Return a turn without keys; any other value unchanged."""
     if not isinstance(value, Mapping) or not ("role" in value or "from" in value):
         return value
-    turn = _keys_without(value, names)
+    turn = _keys_without(value, names - _FORM_KEYS)
     content = turn.get("content")
     if isinstance(content, list):
-        turn["content"] = [_keys_without(part, names) if isinstance(part, Mapping) else part for part in content]
+        inner = names - _PART_FORM_KEYS
+        turn["content"] = [_keys_without(part, inner) if isinstance(part, Mapping) else part for part in content]
     return turn
 
 

@@ -43,6 +43,11 @@ NAMES = st.text(min_size=1, max_size=6) | st.sampled_from(
         "weight",
         "text",
         "margin",
+        "from",
+        "value",
+        "role",
+        "content",
+        "type",
     ]
 )
 VALUES = st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=4) | st.just([]) | st.just({}) | st.just([1])
