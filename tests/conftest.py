@@ -18,6 +18,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+from hypothesis.internal.conjecture import providers
 
 from llmsuite import builtin
 from llmsuite.base.cache import BUILT
@@ -58,6 +59,16 @@ VALID: dict[str, Any] = {
     "train": {"max_steps": 10, "global_batch_size": 8, "micro_batch_size": 2, "learning_rate": 1e-3},
     "output_dir": "runs/test",
 }
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep hypothesis from the constants of modules that are imported by chance, unless it explores.
+
+    It adds those of all modules of the project that are in `sys.modules`, so the examples of a derandomised run would
+    depend on the tests before it. It has no setting for that (hypothesis 6.170).
+    """
+    if config.getoption("--hypothesis-profile") is None:
+        providers._get_local_constants = providers.Constants
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
