@@ -81,7 +81,7 @@ def test_messages_are_in_order(of_ranks: list[dict[str, str | None]], check: str
     assert [found[check] for found in of_ranks] == [None, None]
 
 
-@pytest.mark.parametrize("removal", map(str, REMOVALS))
+@pytest.mark.parametrize("removal", [str(removal) for removal in REMOVALS])
 def test_a_missing_wait_is_found(of_ranks: list[dict[str, str | None]], removal: str) -> None:
     assert None not in [found[removal] for found in of_ranks]
 

@@ -142,9 +142,9 @@ class Call {
     for (auto& [tensor, before] : narrow) {
       if (!is_output(tensor)) continue;
       const DenseTensor wide = *tensor;
-      if (wide.initialized() && wide.dtype() != phi::DataType::FLOAT32) continue;  // never of 16 bits
+      if (wide.has_allocation() && wide.dtype() != phi::DataType::FLOAT32) continue;  // never of 16 bits
       *tensor = before;
-      if (wide.initialized()) round_to(*cpu_, wide, tensor, before.dtype());
+      if (wide.has_allocation()) round_to(*cpu_, wide, tensor, before.dtype());
     }
   }
 
