@@ -129,7 +129,6 @@ def interventions() -> None:
         nll(part).mean().backward()
     assert all(given == {"bfloat16"} for given in found.values() if given), found
 
-
     basis = orthonormal(random(64, 4))
     assert basis.dtype == paddle.float32, basis.dtype
     near(paddle.matmul(basis, basis, transpose_x=True) + 1.0, np.eye(4) + 1.0, 1e-5)
