@@ -1,4 +1,4 @@
-"""Meshes and programs on the simulated accelerator (`tests.device`), and what its check of happens-before finds.
+"""Meshes and programs on the simulated accelerator (`tests.device`).
 
 Distributed tensors are not there in float32: Paddle 3.3.1 adds a second gradient of one on CPU and CUDA only, and the
 engine adds them itself in 16 bits only.
@@ -7,7 +7,6 @@ engine adds them itself in 16 bits only.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import subprocess
 import sys
@@ -15,13 +14,12 @@ import sys
 import pytest
 
 from tests.device import SimBackend, library_directory
-from tests.device.ranks import CHECKS, NUM_RANKS, REMOVALS
 from tests.multi.conftest import Runner
 from tests.parity.cases import Case, compare, many_processes, once, one_process, run_cases
 from tests.parity.condition import nudged
 from tests.parity.points import point
 from tests.support.paths import ROOT
-from tests.support.sim_runs import launch, of, run_on_sim
+from tests.support.sim_runs import of, run_on_sim
 from tests.support.standin_runs import ONE, RUN, problems
 
 MESHES = {
@@ -65,25 +63,6 @@ def test_a_mesh_equals_one_process_in_16_bits(runner: Runner, failed: dict[str, 
 def test_16_bits_are_close_to_float32(runner: Runner, failed: dict[str, str], name: str) -> None:
     assert not {ONE.name, name} & failed.keys(), failed
     assert problems(runner, ONE.name, name, cuts=True) == []
-
-
-@pytest.fixture(scope="module")
-def of_ranks(runner: Runner) -> list[dict[str, str | None]]:
-    """What each rank says of the checks of messages, with all waits and without one."""
-    file = runner.directory / "ranks"
-    code, printed = launch(runner, NUM_RANKS, str(file), "tests.device.ranks")
-    assert code == 0, printed
-    return [json.loads(file.with_suffix(f".{rank}").read_text()) for rank in range(NUM_RANKS)]
-
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_messages_are_in_order(of_ranks: list[dict[str, str | None]], check: str) -> None:
-    assert [found[check] for found in of_ranks] == [None, None]
-
-
-@pytest.mark.parametrize("removal", map(str, REMOVALS))
-def test_a_missing_wait_is_found(of_ranks: list[dict[str, str | None]], removal: str) -> None:
-    assert None not in [found[removal] for found in of_ranks]
 
 
 @pytest.mark.parametrize("fast", [True, False])

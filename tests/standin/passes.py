@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import os
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,6 @@ from llmsuite.engine.build import BuiltModel, build_model
 from llmsuite.models.moe import Gate
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.recipe.resolve import RunPlan, plan_run
-from tests import standin
 from tests.conftest import registry_with
 from tests.support.paths import ROOT
 
@@ -24,11 +25,16 @@ STARTS = np.array([[0, 0, 0, 3, 3, 3, 3, 3], [0, 0, 0, 0, 4, 4, 4, 4]])
 """Two documents in each row."""
 
 
+DEVICE = os.environ.get("LLMSUITE_TEST_DEVICE", "standin")
+"""Name of the device that the checks are about: the stand-in, or "sim" of `tests.device`."""
+
+
 @functools.cache
 def registry() -> Registry:
-    """With the stand-in among the devices."""
+    """With the device of the tests among the devices."""
+    module = importlib.import_module({"standin": "tests.standin", "sim": "tests.device.gpu"}[DEVICE])
     found = registry_with()
-    found.add(PluginInfo("standin", "tests", "standin", plugin=standin))
+    found.add(PluginInfo(DEVICE, "tests", DEVICE, plugin=module))
     return found
 
 
@@ -36,7 +42,7 @@ def plan(recipe: str, *words: str, precision: str = "bf16", num_ranks: int = 1) 
     """A recipe, made small."""
     return plan_run(
         ROOT / f"recipes/{recipe}.json",
-        [f"--launch.num_devices={num_ranks}", "--device=standin", f"--engine.precision={precision}",
+        [f"--launch.num_devices={num_ranks}", f"--device={DEVICE}", f"--engine.precision={precision}",
          "--engine.recompute=none", *words],
         registry(), smoke=True,
     )  # fmt: skip

@@ -142,9 +142,9 @@ class Call {
     for (auto& [tensor, before] : narrow) {
       if (!is_output(tensor)) continue;
       const DenseTensor wide = *tensor;
-      if (wide.initialized() && wide.dtype() != phi::DataType::FLOAT32) continue;  // never of 16 bits
+      if (wide.has_allocation() && wide.dtype() != phi::DataType::FLOAT32) continue;  // never of 16 bits
       *tensor = before;
-      if (wide.initialized()) round_to(*cpu_, wide, tensor, before.dtype());
+      if (wide.has_allocation()) round_to(*cpu_, wide, tensor, before.dtype());
     }
   }
 
@@ -315,7 +315,9 @@ void call(const Kernel& kernel, const phi::CustomContext& device, const std::vec
   if (!waits) waits = !allocate_outputs(device, outputs, &fresh);
   auto made = std::make_shared<Call>(kernel, cpu_context(device.GetPlace()));
   for (size_t i = 0; i < inputs.size(); ++i) {
-    const bool is_list = kernel.inputs[i] == Kind::many || (kernel.inputs[i] == Kind::maybe_many && !inputs[i].empty());
+    const auto kind = kernel.inputs[i];
+    const bool is_list = kind == Kind::many || kind == Kind::many_of_any_type ||
+                         (kind == Kind::maybe_many && !inputs[i].empty());
     if (is_list) {
       made->add_inputs(inputs[i]);
     } else {

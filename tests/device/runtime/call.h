@@ -15,7 +15,8 @@ namespace sim {
 using Inputs = std::vector<const phi::DenseTensor*>;
 using Outputs = std::vector<phi::DenseTensor*>;
 
-enum class Kind { one, maybe, many, maybe_many };  // a tensor, an optional one, a list, an optional list
+// A tensor, an optional one, a list, an optional list; a list whose tensors may be sparse, and here are not.
+enum class Kind { one, maybe, many, maybe_many, many_of_any_type };
 
 struct Kernel {
   std::string name;

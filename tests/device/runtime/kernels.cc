@@ -42,6 +42,14 @@ void call_with(const Kernel& kernel, Arguments arguments) {
       case Kind::many:
         inputs.push_back(*static_cast<const Inputs*>(each));
         break;
+      case Kind::many_of_any_type: {
+        Inputs found;
+        for (auto* tensor : *static_cast<const std::vector<const phi::TensorBase*>*>(each)) {
+          found.push_back(static_cast<const DenseTensor*>(tensor));
+        }
+        inputs.push_back(found);
+        break;
+      }
       case Kind::maybe: {
         const auto& found = *static_cast<const paddle::optional<DenseTensor>*>(each);
         inputs.push_back(found ? Inputs{found.get_ptr()} : Inputs{});
@@ -110,7 +118,8 @@ void call_with(const Kernel& kernel, phi::KernelContext& context) {
     const auto [first, last] = context.InputRangeAt(i);
     Inputs each;
     for (int j = first; j < last; ++j) each.push_back(static_cast<const DenseTensor*>(context.MutableInputAt(j)));
-    if (kernel.inputs[i] != Kind::many && each.size() == 1 && !each[0]) each.clear();
+    const bool is_list = kernel.inputs[i] == Kind::many || kernel.inputs[i] == Kind::many_of_any_type;
+    if (!is_list && each.size() == 1 && !each[0]) each.clear();
     inputs.push_back(each);
   }
   std::vector<phi::Attribute> attributes;
@@ -144,6 +153,8 @@ bool find_kinds(const Definitions& definitions, std::vector<Kind>* kinds) {
       kinds->push_back(Kind::maybe);
     } else if (type == typeid(const Inputs&) || type == typeid(Outputs)) {
       kinds->push_back(Kind::many);
+    } else if (type == typeid(const std::vector<const phi::TensorBase*>&)) {
+      kinds->push_back(Kind::many_of_any_type);
     } else if (type == typeid(const paddle::optional<Inputs>&)) {
       kinds->push_back(Kind::maybe_many);
     } else {
