@@ -127,7 +127,9 @@ def _optimizer_state(
                 slot_shape = [num_blocks(shape)]
             elif gather is not None:
                 gather = _unpadded(gather, shape)
-            dtype = "int8" if is_of_blocks and slot in CODE_OF_ZERO else "float32"
+            dtype = "float32"  # of powers, scales and masters
+            if slot in CODE_OF_ZERO:
+                dtype = "int8" if is_of_blocks else optimizer.moment_dtype
             slots.append(GatheredTensor(full_name, slot_shape, dtype, gather))
             slot_owners[full_name] = owners[name]
             if is_scalar:  # stale on ranks without a shard of the parameter: the first rank of a stage has one
