@@ -251,6 +251,9 @@ def _restore_slots(
         shape = built.shapes[shard.name]
         index = local_slice(shard.name, shard.shape, shard_plan, mesh)
         padding = CODE_OF_ZERO[entry.slot] if files.spec(entry.name).dtype == "int8" else 0
-        return shard.own_shard(read_padded(lambda inside: files.read(entry.name, inside), shape, index, padding))
+        values = read_padded(lambda inside: files.read(entry.name, inside), shape, index, padding)
+        if values.dtype.name == "bfloat16":  # no dtype of numpy's own, which Paddle takes; float32 has all its values
+            values = values.astype("float32")
+        return shard.own_shard(values)
 
     optimizer.load_state(read)
