@@ -49,7 +49,7 @@ test-further: $(VENV)/test
 
 # files of which the two run some cases only
 ON_ALL_MESHES = $(patsubst %,tests/multi/test_%.py,answers bf16 bf16_lora bf16_programs bf16_rollouts \
-	expert_parallel interrupted_twice large_files lora lora_further mtp pipelines program_expert_pipelines \
+	expert_parallel interrupted_twice large_files lora lora_further mtp no_masters pipelines program_expert_pipelines \
 	program_experts program_guard program_options program_pipelines program_rollouts programs rank_programs removals rollouts \
 	standin standin_further standin_programs windows)
 ALIKE = tests/unit/checkpoint/convert/test_merge_families.py tests/unit/inference/test_pack_model.py

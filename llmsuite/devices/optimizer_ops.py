@@ -9,16 +9,32 @@ import paddle
 
 from llmsuite.base.typing import Tensor
 
+CHUNK = 1 << 22
+"""Elements of a 16-bit tensor that are in float32 at a time."""
+
 
 def square_sum(tensors: Sequence[Tensor], factor: float) -> Tensor:
     """The sum of squares of all elements of tensors, each multiplied by a factor first, so that squares do not
-    overflow: a scalar []."""
-    return paddle.add_n([x.scale(factor).square_().sum() for x in tensors])
+    overflow: a scalar [] in float32."""
+    squares = []
+    for x in tensors:
+        if x.dtype == paddle.float32:
+            squares.append(x.scale(factor).square_().sum())
+            continue
+        flat = x.flatten()
+        for first in range(0, flat.shape[0], CHUNK):
+            squares.append(flat[first : first + CHUNK].astype("float32").scale_(factor).square_().sum())
+    return paddle.add_n(squares)
 
 
 def scale(x: Tensor, factor: float) -> None:
-    """Multiply x by a number, in place."""
-    x.scale_(factor)
+    """Multiply x by a number, in place. A 16-bit tensor is rounded once, by a factor that is not rounded."""
+    if x.dtype == paddle.float32:
+        x.scale_(factor)
+        return
+    flat = x.flatten()
+    parts = [flat[i : i + CHUNK].astype("float32").scale_(factor).astype(x.dtype) for i in range(0, x.size, CHUNK)]
+    x.copy_(paddle.concat(parts).reshape(x.shape), False)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -309,6 +309,7 @@ def _strategy(
         bf16_frozen=bf16_frozen,
         ops=ops,
         trained=trained.keys(),
+        master_weights=parallel_plan.master_weights,
         is_tied=is_tied(model_plan.config),
         shares_embedding=is_embedding_shared(model_plan.config),
         sequence_parallel=parallel.sequence_parallel,

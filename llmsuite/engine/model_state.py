@@ -127,7 +127,9 @@ def _optimizer_state(
                 slot_shape = [num_blocks(shape)]
             elif gather is not None:
                 gather = _unpadded(gather, shape)
-            dtype = "int8" if is_of_blocks and slot in CODE_OF_ZERO else "float32"
+            dtype = "float32"  # of powers, scales and masters
+            if slot in CODE_OF_ZERO:
+                dtype = "int8" if is_of_blocks else optimizer.moment_dtype
             slots.append(GatheredTensor(full_name, slot_shape, dtype, gather))
             slot_owners[full_name] = owners[name]
             if is_scalar:  # stale on ranks without a shard of the parameter: the first rank of a stage has one
@@ -249,6 +251,9 @@ def _restore_slots(
         shape = built.shapes[shard.name]
         index = local_slice(shard.name, shard.shape, shard_plan, mesh)
         padding = CODE_OF_ZERO[entry.slot] if files.spec(entry.name).dtype == "int8" else 0
-        return shard.own_shard(read_padded(lambda inside: files.read(entry.name, inside), shape, index, padding))
+        values = read_padded(lambda inside: files.read(entry.name, inside), shape, index, padding)
+        if values.dtype.name == "bfloat16":  # no dtype of numpy's own, which Paddle takes; float32 has all its values
+            values = values.astype("float32")
+        return shard.own_shard(values)
 
     optimizer.load_state(read)

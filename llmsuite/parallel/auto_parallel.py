@@ -26,7 +26,7 @@ from llmsuite.parallel.loss_ledger import LossTerms
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.pipeline import PipelineStage
 from llmsuite.parallel.schedule import Action
-from llmsuite.parallel.sharding import ParameterShard
+from llmsuite.parallel.sharding import ParameterShard, ShardOptions
 from llmsuite.parallel.tensor import local_value
 
 T = TypeVar("T")
@@ -99,7 +99,7 @@ class AutoParallelShard(ParameterShard):
             check_ranks(f"parameter {name!r} is placed", parameter.process_mesh.process_ids, mesh.degrees.num_ranks)
             self._slices = held_slices(name, parameter.shape, parameter.process_mesh, parameter.placements)
         self._own = self._slices.get(mesh.rank)
-        super().__init__(name, parameter, mesh, None, 0, is_frozen=bool(parameter.stop_gradient))
+        super().__init__(name, parameter, mesh, None, 0, ShardOptions(is_frozen=bool(parameter.stop_gradient)))
 
     @property
     def is_held(self) -> bool:

@@ -14,7 +14,7 @@ from llmsuite.base.typing import Tensor
 from llmsuite.contract.schema.recipe import TrainSection
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.parallel.learning_rate import LearningRate
-from llmsuite.parallel.partition import FIRST_VALUES, OPTIMIZER_SLOTS, optimizer_slots
+from llmsuite.parallel.partition import FIRST_VALUES, OPTIMIZER_SLOTS, moment_dtype, optimizer_slots
 from llmsuite.parallel.sharding import ParameterShard
 
 MASTER = "master"
@@ -112,6 +112,11 @@ class BaseOptimizer(abc.ABC):
         """True where parameters decay after the update, as those of bitsandbytes do, instead of before it."""
         return self._train.optimizer == "adamw_8bit"
 
+    @property
+    def moment_dtype(self) -> str:
+        """Dtype of moments that are not stored in blocks."""
+        return moment_dtype(self._train)
+
     def slots_of(self, name: str, shape: Sequence[int]) -> list[str]:
         """The slots of a parameter of this full shape in a checkpoint, the same on every rank."""
         return [*optimizer_slots(self._train.optimizer, name, shape), *([MASTER] if self._has_masters else [])]
@@ -154,7 +159,7 @@ class BaseOptimizer(abc.ABC):
         """Value of a slot before the first gradient; some parameters never get a gradient."""
         if slot in self._first_numbers:
             return paddle.full([1], self._first_numbers[slot], dtype="float32")
-        return paddle.zeros_like(self._slot_part(shard))
+        return paddle.zeros_like(self._slot_part(shard), self.moment_dtype)
 
     def _slot_part(self, shard: ParameterShard) -> Tensor:
         """The part of a parameter whose slots this rank keeps."""

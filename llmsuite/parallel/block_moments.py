@@ -8,7 +8,8 @@ An update has two passes over the gradients. The first one updates the parameter
 the largest magnitudes of their blocks. Between them these are exchanged, in one call for all parameters. The second one
 computes the moments again, and stores them. So no moment is in memory in float32 for more than a chunk.
 
-Numbers are float32, and operations come in the order of bitsandbytes' kernel for CUDA: weight decay after the update.
+Numbers are float32, and operations come in the order of bitsandbytes' kernel for CUDA: weight decay after the update. A
+bfloat16 parameter without a master is rounded twice, after the update and after weight decay, as there.
 """
 
 from __future__ import annotations
@@ -246,8 +247,11 @@ class BlockAdamW:
             for chunk in chunks:
                 moments = self._moments(state, chunk, gradient, factor)
                 moment1, moment2 = moments
-                values = chunk.values(flat) - moment1 / (moment2.sqrt() + epsilon) * step
-                of_box.append((chunk, values if decay is None else values * decay))
+                values = _cast(chunk.values(flat), paddle.float32) - moment1 / (moment2.sqrt() + epsilon) * step
+                values = _cast(values, flat.dtype)
+                if decay is not None:
+                    values = _cast(_cast(values, paddle.float32) * decay, flat.dtype)
+                of_box.append((chunk, values))
                 for found, moment in zip(largest, moments):
                     _raise_to(found, moment.abs(), chunk.numbers)
             changed.append(of_box)
@@ -281,6 +285,11 @@ class BlockAdamW:
             added = new * float(np.float32(1) - np.float32(beta))
             found.append(old * beta + (added if slot == "moment1" else added * new))
         return found
+
+
+def _cast(x: Tensor, dtype: paddle.dtype) -> Tensor:
+    """A tensor in a dtype; the tensor itself where it has that."""
+    return x if x.dtype == dtype else x.astype(dtype)
 
 
 def decay_factor(shard: ParameterShard, rate: float, weight_decay: float) -> float | None:

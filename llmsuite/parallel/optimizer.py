@@ -18,6 +18,7 @@ from llmsuite.devices.tensors import tensor_of
 from llmsuite.parallel import collective
 from llmsuite.parallel.base_optimizer import MASTER, PADDLE_CLASSES, BaseOptimizer, OptimizerClasses, StateTensor
 from llmsuite.parallel.block_moments import BlockAdamW, decay_factor
+from llmsuite.parallel.direct_update import DirectUpdate
 from llmsuite.parallel.partition import has_block_moments
 from llmsuite.parallel.sharding import ParameterShard
 
@@ -91,7 +92,11 @@ class Optimizer(BaseOptimizer):
         assert host is None or not of_blocks, "refused before the run"
         self._blocks = BlockAdamW(of_blocks, of_shards, is_transposed, train)
         """Updates the parameters whose moments are stored in blocks; Paddle's optimizer has the others."""
-        owned = [s.main_param for s in self.shards if not s.is_empty and s.name not in self._blocks.states]
+        others = [s for s in self.shards if not s.is_empty and s.name not in self._blocks.states]
+        assert host is None or train.master_weights, "refused before the run"
+        self._direct = DirectUpdate([] if train.master_weights else others, train)
+        """Updates the parameters that have no masters; then nothing is left for Paddle's optimizer."""
+        owned = [s.main_param for s in others if s.name not in self._direct.states]
         classes = PADDLE_CLASSES
         if ops.adamw is not None:
             classes = OptimizerClasses(functools.partial(_KernelAdamW, ops.adamw))
@@ -165,11 +170,12 @@ class Optimizer(BaseOptimizer):
     def step(self, step: int) -> None:
         """Update the parameters and drop the gradients."""
         self._paddle.set_lr(self.learning_rate(step))
-        if not isinstance(self._paddle, _KernelAdamW):
+        if not isinstance(self._paddle, _KernelAdamW) or not self._train.master_weights:
             self._scale()
         finished = dict(self._finished)
         self._finished = []
         self._update_blocks(finished, step)
+        self._update_directly(finished, step)
         # state on the host is moved one parameter at a time; otherwise all are updated together
         groups = [[shard] for shard in self.shards] if self._host else [self.shards]
         for group in groups:
@@ -189,6 +195,12 @@ class Optimizer(BaseOptimizer):
         gradients = {shard: finished.pop(shard) for shard in own}
         self._blocks.update(gradients, self._factor, self.learning_rate(step))
         for shard in own:
+            shard.drop_gradient()
+
+    def _update_directly(self, finished: dict[ParameterShard, Tensor], step: int) -> None:
+        """Update the parameters that have no masters, and take them out of the finished ones."""
+        for shard in [shard for shard in finished if shard.name in self._direct.states]:
+            self._direct.update(shard, finished.pop(shard), self.learning_rate(step))
             shard.drop_gradient()
 
     def _update(self, pairs: Sequence[tuple[ParameterShard, Tensor]]) -> None:
@@ -239,6 +251,9 @@ class Optimizer(BaseOptimizer):
         for name, state in self._blocks.states.items():
             for slot, value in self._blocks.slots(state).items():
                 values[name, slot] = value
+        for name, of_parameter in self._direct.states.items():
+            for slot, value in self._direct.slots(of_parameter).items():
+                values[name, slot] = value
         return values
 
     def _state_tensor(self, shard: ParameterShard, slot: str, value: Tensor) -> StateTensor:
@@ -259,6 +274,8 @@ class Optimizer(BaseOptimizer):
                 self.to_host(entry.shard)
             elif entry.shard.name in self._blocks.states:
                 self._blocks.load(self._blocks.states[entry.shard.name], entry.slot, value)
+            elif entry.shard.name in self._direct.states:
+                self._direct.load(self._direct.states[entry.shard.name], entry.slot, value)
             else:
                 slots[_paddle_name(entry.shard.name, entry.slot)] = value
         self._paddle.set_state_dict(slots)

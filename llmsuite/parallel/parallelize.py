@@ -26,7 +26,7 @@ from llmsuite.parallel.overlap import fuse_projections, layers_to_scatter, overl
 from llmsuite.parallel.prefixes import parallelize_prefixes
 from llmsuite.parallel.program.slices import SlicedShard
 from llmsuite.parallel.recompute import recompute_attention, recompute_layers
-from llmsuite.parallel.sharding import ParameterShard
+from llmsuite.parallel.sharding import ParameterShard, ShardOptions
 from llmsuite.parallel.static import compile_layers
 from llmsuite.parallel.tensor import apply_tensor_parallel, between_layers
 from llmsuite.parallel.tied import use_sparse_gradient
@@ -47,6 +47,8 @@ class Strategy:
     """The device's implementations, used here for products of distributed tensors."""
     trained: Collection[str]
     """Names of the parameters that an optimizer will get; the others are frozen."""
+    master_weights: bool
+    """True where the optimizer updates float32 copies of 16-bit parameters."""
     is_tied: bool
     """True where the logits are made with the weight of the embedding."""
     shares_embedding: bool
@@ -157,12 +159,13 @@ def _recompute(model: Any, strategy: Strategy) -> None:
 def _shard_parameter(name: str, parameter: Tensor, strategy: Strategy) -> ParameterShard:
     plan = strategy.shard_plan
     mesh = strategy.mesh
-    is_shared = strategy.shares_embedding and name == f"{plan.embedding}.weight"
+    options = ShardOptions(
+        is_tied=strategy.shares_embedding and name == f"{plan.embedding}.weight",
+        is_frozen=name not in strategy.trained,
+        keeps_master=strategy.master_weights,
+    )
     own_mesh = mesh.expert_mesh if plan.is_expert(name) else mesh
-    is_frozen = name not in strategy.trained
     if strategy.slices:
         assert strategy.sharding_stage == 3, "programs shard the state of the optimizer themselves"
-        return SlicedShard(name, parameter, own_mesh, shard_dim(plan, name), is_shared, is_frozen)
-    return ParameterShard(
-        name, parameter, own_mesh, shard_dim(plan, name), strategy.sharding_stage, is_shared, is_frozen
-    )
+        return SlicedShard(name, parameter, own_mesh, shard_dim(plan, name), options)
+    return ParameterShard(name, parameter, own_mesh, shard_dim(plan, name), strategy.sharding_stage, options)

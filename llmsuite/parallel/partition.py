@@ -21,12 +21,14 @@ SHARDING_STAGES = {"none": 0, "stage1": 1, "stage2": 2, "stage3": 3}
 """Sharding stage, by the value of `parallel.sharding`."""
 _ADAMW = ("beta1_pow_acc", "beta2_pow_acc", "moment1", "moment2")
 OPTIMIZER_SLOTS = {"adamw": _ADAMW, "adamw_8bit": _ADAMW, "sgd": ()}
-"""State that Paddle's optimizers keep of each parameter, in float32."""
+"""State that optimizers keep of each parameter; the moments have `moment_dtype`, the other slots float32."""
 BLOCK_SLOTS = ("beta1_pow_acc", "beta2_pow_acc", "moment1", "moment1_absmax", "moment2", "moment2_absmax")
 """State of a parameter whose moments are stored in blocks: int8 codes, and the largest magnitude of each block of the
 full parameter; see `block_moments`."""
 CODE_OF_ZERO: Mapping[str, int] = {"moment1": -1, "moment2": -128}
 """The code of 0 in these moments; they begin with it, and so does padding."""
+UPDATE_CHUNK = 1 << 22
+"""Elements that an update without masters computes with at a time; see `direct_update`."""
 _LEAST_ELEMENTS = 4096
 """Elements of the smallest parameter whose moments are stored in blocks; of a stack, those of a matrix."""
 FIRST_VALUES: Mapping[str, Callable[[TrainSection], float]] = {
@@ -105,10 +107,22 @@ def sharding_stage_of(parameter: str, stage: int) -> int:
     return min(stage, 1) if is_shared_by_all_ranks(parameter) else stage
 
 
-def has_master(dtype: str, is_frozen: bool) -> bool:
+def has_master(dtype: str, is_frozen: bool, keeps_masters: bool = True) -> bool:
     """True where the optimizer updates a float32 copy of a parameter: updates are often smaller than the rounding of 16
-    bits."""
-    return dtype != "float32" and not is_frozen
+    bits.
+
+    Args:
+        dtype: of the parameter.
+        is_frozen: whether no optimizer gets it.
+        keeps_masters: `train.master_weights`.
+    """
+    return dtype != "float32" and not is_frozen and keeps_masters
+
+
+def moment_dtype(train: TrainSection) -> str:
+    """Dtype of moments that are not stored in blocks. `adamw_8bit` keeps these in float32 also without masters, as
+    bitsandbytes does."""
+    return "float32" if train.master_weights or train.optimizer == "adamw_8bit" else "bfloat16"
 
 
 @dataclasses.dataclass(slots=True, eq=False)

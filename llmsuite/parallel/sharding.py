@@ -6,11 +6,13 @@ gradient is reduced into the own shard as soon as a backward pass has made it, a
 keeps only its own shard of the parameter itself; `zero3` gathers it where it is used.
 
 For a 16-bit parameter the optimizer updates a float32 copy, its master, and gradients are accumulated in float32: over
-micro-batches and over ranks.
+micro-batches and over ranks. With `train.master_weights: false` there are no such copies, and gradients are accumulated
+in the 16 bits of the parameter, as in PyTorch.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,21 @@ from llmsuite.parallel.tensor import local_value, reshard
 from llmsuite.parallel.tied import dense_gradient
 
 
+@dataclasses.dataclass(frozen=True)
+class ShardOptions:
+    """Use of a parameter in a run."""
+
+    is_tied: bool = False
+    """True where the first and the last pipeline stage both have it."""
+    is_frozen: bool = False
+    """True where no optimizer gets it. Only stage 3 shards such a parameter."""
+    keeps_master: bool = True
+    """`train.master_weights`: true where the optimizer updates a float32 copy of a 16-bit parameter."""
+
+
+TRAINED = ShardOptions()
+
+
 class ParameterShard:
     """The shard of a parameter that the optimizer updates; moves values and gradients between it and the model."""
 
@@ -39,8 +56,7 @@ class ParameterShard:
         mesh: Mesh,
         tp_dim: int | None,
         stage: int,
-        is_tied: bool = False,
-        is_frozen: bool = False,
+        options: ShardOptions = TRAINED,
     ):
         """
         Args:
@@ -49,8 +65,7 @@ class ParameterShard:
             mesh: with this rank's coordinates; for a stack of experts, the expert mesh.
             tp_dim: dim that is split over tp; None when every rank holds the full parameter.
             stage: sharding stage, 0 to 3.
-            is_tied: whether the first and the last pipeline stage both have it.
-            is_frozen: whether no optimizer gets it. Only stage 3 shards such a parameter.
+            options: use of the parameter.
         """
         self.name = name
         self.parameter = parameter
@@ -65,9 +80,10 @@ class ParameterShard:
         if self.is_expert_parallel:
             self.shape[0] *= mesh.ep_size
         size = int(np.prod(self.local_shape, dtype="int64"))
-        own = shard_range(size, mesh, stage, is_frozen)
+        own = shard_range(size, mesh, stage, options.is_frozen)
         self._range = own.range
-        master = has_master("float32" if parameter.dtype == paddle.float32 else "16 bit", is_frozen)
+        dtype = "float32" if parameter.dtype == paddle.float32 else "16 bit"
+        master = has_master(dtype, options.is_frozen, options.keeps_master)
         self.partition = Partition(
             size=size,
             stage=stage,
@@ -75,7 +91,7 @@ class ParameterShard:
             shard_size=own.size,
             num_owned=own.num_owned,
             has_master=master,
-            is_tied=is_tied and mesh.degrees.pp > 1,
+            is_tied=options.is_tied and mesh.degrees.pp > 1,
             is_shared=is_shared_by_all_ranks(name),
         )
         """The part of the parameter that this rank has."""
@@ -88,7 +104,8 @@ class ParameterShard:
         self.main_param.optimize_attr = dict(parameter.optimize_attr)  # a learning rate of its own, as of LoRA+
 
         self._sum: Tensor | None = None
-        """The gradient accumulated so far, in float32; where every pass reduces it, the padded shard of this rank."""
+        """The gradient accumulated so far, in the dtype of `main_param`; where every pass reduces it, the padded shard
+        of this rank."""
         self._is_held = False
         if self.partition.is_stored_sharded:
             self._stored = shard
@@ -149,7 +166,7 @@ class ParameterShard:
         elif not self.is_empty:
             self._stored.copy_(shard, False)
         if (self.has_master or self.partition.num_shards > 1) and not self.is_empty:
-            self.main_param.copy_(shard.astype("float32"), False)
+            self.main_param.copy_(shard.astype(self.main_param.dtype), False)
 
     @paddle.no_grad()
     def load_master(self, shard: Tensor) -> None:
@@ -354,7 +371,7 @@ class ParameterShard:
         return self._local_gradient()
 
     def _local_gradient(self) -> Tensor | None:
-        """The parameter's gradient on this rank, a 16-bit gradient as float32, summed over tp."""
+        """The parameter's gradient on this rank, summed over tp; as float32 where there is a master."""
         gradient = self.parameter.grad
         if gradient is None or not gradient._is_initialized():  # a cleared distributed gradient is empty, not None
             return None

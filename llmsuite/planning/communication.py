@@ -243,7 +243,7 @@ class Traffic:
 
     def _gradient(self, parameter: LocalParameter) -> None:
         """The reductions of a single gradient, outside of buckets."""
-        width = 4 if parameter.reduce_in_backward else parameter.num_bytes
+        width = parameter.gradient_width
         degrees = self._mesh.degrees
         if degrees.tp > 1 and self._is_partial(parameter):
             why = "gradients of norms, from each rank's tokens or heads"
@@ -260,7 +260,7 @@ class Traffic:
         """The reductions of a bucket of gradients over data ranks."""
         first = bucket[0]
         mesh = self._mesh.expert_mesh if first.is_expert else self._mesh
-        width = 4 if first.reduce_in_backward else first.num_bytes
+        width = first.gradient_width
         for reduction in first.reductions:
             if mesh.group_size(reduction.group) == 1:
                 continue

@@ -16,6 +16,7 @@ from llmsuite.adapters.prefix_shapes import is_shared_by_all_ranks, with_prefixe
 from llmsuite.adapters.reft_shapes import intervened_layers, with_interventions
 from llmsuite.base.errors import UserError
 from llmsuite.contract.schema.degrees import Degrees
+from llmsuite.contract.schema.recipe import TrainSection
 from llmsuite.models.block_quant import CODES
 from llmsuite.models.head import OUTPUT, is_tied
 from llmsuite.models.mtp import is_embedding_shared, num_layers, num_mtp_layers
@@ -32,6 +33,7 @@ from llmsuite.parallel.partition import (
     has_block_moments,
     has_master,
     local_slice,
+    moment_dtype,
     shard_range,
     sharding_stage_of,
 )
@@ -87,20 +89,23 @@ class LocalParameter(Partition):
         return self.num_owned * (4 if self.has_master else self.num_bytes)
 
     @property
+    def gradient_width(self) -> int:
+        """Bytes of an element of a gradient that is accumulated and reduced."""
+        return 4 if self.has_master else self.num_bytes
+
+    @property
     def gradient_bytes(self) -> int:
         if not self.has_gradient:
             return 0
-        if self.reduce_in_backward:
-            return 4 * (self.shard_size if self.reduces_each_pass else self.size)
-        return self.size * self.num_bytes
+        return self.gradient_width * (self.shard_size if self.reduces_each_pass else self.size)
 
-    def moment_bytes(self, optimizer: str) -> int:
+    def moment_bytes(self, train: TrainSection) -> int:
         """Bytes of the optimizer's moments; the powers of AdamW's decay rates are single numbers on the host."""
         if not self.has_gradient:
             return 0
-        if has_block_moments(optimizer, self.name, self.full_shape):
-            return num_moments(optimizer) * (self.num_owned + 4 * self._block_layout.max_own_blocks)
-        return num_moments(optimizer) * 4 * self.num_owned
+        if has_block_moments(train.optimizer, self.name, self.full_shape):
+            return num_moments(train.optimizer) * (self.num_owned + 4 * self._block_layout.max_own_blocks)
+        return num_moments(train.optimizer) * _BYTES[moment_dtype(train)] * self.num_owned
 
     def exchanged_blocks(self, optimizer: str) -> int:
         """Number of the blocks of 8-bit moments whose largest magnitudes ranks exchange, see `block_moments`."""
@@ -369,7 +374,7 @@ class Layout:
                         is_trained=trained,
                         has_gradient=trained and not bias,
                         is_sent=trained and not bias and own_mesh.degrees.num_data_ranks > 1,
-                        has_master=has_master(dtype, not trained),
+                        has_master=has_master(dtype, not trained, self.parallel_plan.master_weights),
                         is_shared=is_shared_by_all_ranks(name),
                         is_tied=self.model.embedding_shared and mesh.degrees.pp > 1 and name == embedding,
                     )
@@ -382,11 +387,11 @@ def element_bytes(parallel_plan: ParallelPlan) -> int:
     return _BYTES[parallel_plan.parameter_dtype]
 
 
-def state_bytes(optimizer: str, name: str, shape: Sequence[int]) -> int:
+def state_bytes(train: TrainSection, name: str, shape: Sequence[int]) -> int:
     """Bytes of the moments of a full parameter in a checkpoint."""
-    if has_block_moments(optimizer, name, shape):
-        return num_moments(optimizer) * (math.prod(shape) + 4 * num_blocks(shape))
-    return num_moments(optimizer) * 4 * math.prod(shape)
+    if has_block_moments(train.optimizer, name, shape):
+        return num_moments(train.optimizer) * (math.prod(shape) + 4 * num_blocks(shape))
+    return num_moments(train.optimizer) * _BYTES[moment_dtype(train)] * math.prod(shape)
 
 
 def num_moments(optimizer: str) -> int:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+from llmsuite.contract.schema.recipe import TrainSection
 from llmsuite.contract.schema.stage_keys import HasDocumentMask
 from llmsuite.contract.specs import StageProfile
 from llmsuite.models.mtp import num_mtp_layers
 from llmsuite.models.shape_spec import Latent, MoE, ShapeSpec
 from llmsuite.models.targets import HEAD
 from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.partition import UPDATE_CHUNK
 from llmsuite.parallel.program.lengths import longest_row
 from llmsuite.parallel.schedule import Action
 from llmsuite.parallel.timeline import orders, peak_held
@@ -271,7 +273,7 @@ def _memory_of_rank(
     settings: ActivationSettings,
 ) -> StageMemory:
     plan = layout.parallel_plan
-    optimizer = train_plan.section.optimizer
+    train = train_plan.section
     stage = mesh.coordinate["pp"]
     held = layout.parameters(mesh)
     backend = plan.device.factory()
@@ -292,7 +294,7 @@ def _memory_of_rank(
     buffers = _buffers(layout, shape_spec, stage, held, largest, settings)
     buffers += _in_buckets(layout.buckets(mesh), backend.overlaps_communication)
     masters = float(sum(h.master_bytes for h in held))
-    moments = float(sum(h.moment_bytes(optimizer) for h in held))
+    moments = float(sum(h.moment_bytes(train) for h in held))
     host = 0.0
     offloads = plan.engine.offload_optimizer and backend.can_offload
     if offloads:
@@ -308,7 +310,7 @@ def _memory_of_rank(
         activations=peak_held(schedule, kept_by_pass),
         held=peak_held(schedule, kept_by_pass, gradients),
         buffers=buffers,
-        update=_update_bytes(held, optimizer, offloads),
+        update=_update_bytes(held, train, offloads),
         host=host,
         decoder=decoder_bytes(layout, train_plan, shape_spec, mesh),
         reward=reward_bytes(plan, train_plan, mesh),
@@ -322,15 +324,21 @@ def _memory_of_rank(
     return found
 
 
-def _update_bytes(held: Sequence[LocalParameter], optimizer: str, offloads: bool) -> float:
+def _update_bytes(held: Sequence[LocalParameter], train: TrainSection, offloads: bool) -> float:
     """Bytes of the optimizer step. It handles one gradient at a time: each is copied, then freed."""
     gradients = float(sum(h.gradient_bytes for h in held))
+    if not train.master_weights:
+        largest = max((h.num_owned for h in held if h.has_gradient), default=0)
+        scaled = 2 * 2 * largest  # its rounded parts, and these joined
+        updated = _UPDATED * min(largest, UPDATE_CHUNK)
+        gathered = max((2 * h.num_bytes * h.shard_size * h.num_shards for h in held if h.num_shards > 1), default=0)
+        return gradients + max(scaled, updated, gathered)
     copied = sum(4 * h.num_owned for h in held if h.has_gradient)
     largest = max((h.size for h in held), default=0)
     gathered = max((2 * h.num_bytes * h.shard_size * h.num_shards for h in held if h.num_shards > 1), default=0)
     update = max(gradients + 4 * largest, copied + gathered)
     if offloads:
-        update += max((h.master_bytes + h.moment_bytes(optimizer) for h in held), default=0)
+        update += max((h.master_bytes + h.moment_bytes(train) for h in held), default=0)
     return float(update)
 
 
@@ -417,6 +425,9 @@ def _buffers(
     return max(head, in_mlp, in_attention, forward, 0.0) + _gathered(held) + dequantised
 
 
+_UPDATED = 56
+"""Bytes for each value of a chunk that is updated without masters: the gradient, a moment and two terms of it in
+float64; the parameter, both moments, their quotient and two terms of it in float32."""
 _DEQUANTISED = 10
 """Bytes for each value of a quantised matrix while it is dequantised: wide codes, and both halves before they are
 joined (`models.quantised.dequantise_on_device`)."""
@@ -432,7 +443,7 @@ def _in_buckets(buckets: Iterable[Sequence[LocalParameter]], overlaps: bool) -> 
     for bucket in buckets:
         if len(bucket) > 1:
             times = 1 + (1 + overlaps if bucket[0].reduces_each_pass else 0)
-            most = max(most, 4.0 * times * sum(held.sum_size for held in bucket))
+            most = max(most, float(times * bucket[0].gradient_width * sum(held.sum_size for held in bucket)))
     return most
 
 

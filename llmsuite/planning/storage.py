@@ -31,10 +31,10 @@ def storage(layout: Layout, train_plan: TrainPlan) -> Storage:
     degrees = layout.parallel_plan.degrees
     section = train_plan.checkpoint
     width = element_bytes(layout.parallel_plan)
-    if width < 4:
-        width += 4  # the masters
+    if width < 4 and train_plan.section.master_weights:
+        width += 4
     trained = {name: shape for name, shape in layout.shapes.items() if name in layout.trained}
-    moments = sum(state_bytes(train_plan.section.optimizer, name, shape) for name, shape in trained.items())
+    moments = sum(state_bytes(train_plan.section, name, shape) for name, shape in trained.items())
     checkpoint = sum(map(math.prod, trained.values())) * width + moments
     largest = max((math.prod(shape) for shape in layout.shapes.values()), default=0)
     mesh = Mesh(degrees, 0)

@@ -226,6 +226,8 @@ class ParallelPlan:
     """Number of micro-batches of an optimizer step on one rank; None where it depends on their lengths."""
     devices_per_machine: int
     num_machines: int
+    master_weights: bool = True
+    """`train.master_weights`; true where nothing is trained."""
 
     @property
     def parameter_dtype(self) -> str:

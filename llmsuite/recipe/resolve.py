@@ -245,6 +245,7 @@ def parallel_plan_of(recipe: Recipe, stage: StageSpec | JobSpec, device: DeviceS
         accumulate_steps=accumulate_steps(recipe.train, degrees) if stage.trains else None,
         devices_per_machine=recipe.launch.num_devices,
         num_machines=recipe.launch.nnodes,
+        master_weights=not stage.trains or recipe.train.master_weights,
     )
 
 

@@ -73,6 +73,7 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
         **_warmup(recipe),
         **_small_sizes(recipe),
         **_teacher(recipe, stage, shape),
+        "train.master_weights": REMOVE,
         "train.eval_steps": REMOVE,
         "train.early_stopping": REMOVE,
         "train.loss_watchdog": REMOVE,

@@ -30,6 +30,7 @@ def main(directory: str, num_frozen: str) -> int:
     from llmsuite.parallel.program.optimizer import ProgramOptimizer, ZeroGroup
     from llmsuite.parallel.program.programs import StepPrograms
     from llmsuite.parallel.program.slices import SlicedShard
+    from llmsuite.parallel.sharding import ShardOptions
     from llmsuite.parallel.zero3 import Zero3Hooks, hook_program_gathering
     from tests.support.step_programs import ADAMW
 
@@ -61,7 +62,7 @@ def main(directory: str, num_frozen: str) -> int:
     shards = []
     for number, (name, parameter) in enumerate(model.named_parameters()):
         parameter.stop_gradient = number < int(num_frozen)
-        shards.append(SlicedShard(name, parameter, mesh, None, is_frozen=parameter.stop_gradient))
+        shards.append(SlicedShard(name, parameter, mesh, None, ShardOptions(is_frozen=parameter.stop_gradient)))
     plan = ShardPlan(
         shard_dims=(),
         embedding="none",

@@ -102,7 +102,7 @@ def _gradients_of_first_step(directory: Path) -> Iterator[None]:
                 for shard in self.shards:
                     gradient = finished.get(shard.name)
                     part = paddle.zeros_like(shard.main_param.detach()) if gradient is None else gradient
-                    whole[shard.name] = shard.gather_shard(part).numpy()
+                    whole[shard.name] = shard.gather_shard(part).astype("float32").numpy()
             if mesh.data_rank == 0 and mesh.coordinate["tp"] == 0:
                 np.savez(directory / f"gradients-{mesh.coordinate['pp']}.npz", **whole)
         update(self, step)

@@ -98,7 +98,7 @@ ALONE: tuple[Removal, ...] = (
         "parallel/sharding.py",
         ('shard.astype("float32") if self.has_master else shard)', "shard)", "masters"),
         ("local = given.astype(self.parameter.dtype)", "local = given", "loaded_values"),
-        ('self.main_param.copy_(shard.astype("float32"), False)',
+        ("self.main_param.copy_(shard.astype(self.main_param.dtype), False)",
          "self.main_param.copy_(shard, False)", "loaded_values"),
         ("shard = shard.astype(self.parameter.dtype)", "pass", "masters"),
         ("tensor_of(values).astype(self.parameter.dtype)", "tensor_of(values)", "loaded_values"),

@@ -100,9 +100,9 @@ class EngineSection(Section):
     by Paddle's auto-parallel; features that such a program does not support are rejected."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Dtype of parameters and activations. bf16 and fp16 keep float32 master weights and accumulate gradients in
-    float32. fp16 needs a GPU or XPU, uses dynamic loss scaling and skips steps that overflow. On cpu, bf16 is a
-    mixed-precision policy: the inputs of matrix products, in rollouts too, and the activations inside an MLP or an
-    attention block are bfloat16; parameters and everything else stay float32."""
+    float32, unless train.master_weights is false. fp16 needs a GPU or XPU, uses dynamic loss scaling and skips steps
+    that overflow. On cpu, bf16 is a mixed-precision policy: the inputs of matrix products, in rollouts too, and the
+    activations inside an MLP or an attention block are bfloat16; parameters and everything else stay float32."""
     fused_passes: list[str] = dataclasses.field(default_factory=list)
     """With `program: step`, Paddle's graph passes to apply to the program, in this order, by their names in Paddle,
     such as "fused_gemm_epilogue_pass" or "fused_linear_param_grad_add_pass" on gpu. Their effect on speed and numerics

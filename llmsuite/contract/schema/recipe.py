@@ -326,6 +326,11 @@ class TrainSection(Section):
     """Optimizer. adamw_8bit: AdamW whose moments are stored in 8 bits, in blocks of 256 (Dettmers et al. 2022, arXiv
     2110.02861), as bitsandbytes does; those of embeddings, and of parameters with fewer than 4,096 elements, in
     float32. sgd is for comparing runs: it shows errors in the scale of gradients, which adamw hides."""
+    master_weights: bool = True
+    """true: with 16-bit precision, the optimizer updates float32 copies of the parameters, and gradients are
+    accumulated in float32. false, with bf16: there are no such copies; gradients, and the moments of adamw, are
+    bfloat16 too, and an update is rounded once, as by the fused AdamW of PyTorch on bfloat16 parameters. That takes 8
+    bytes for a parameter instead of 18, and loses updates that are smaller than the rounding of a parameter."""
     learning_rate: PositiveFloat
     """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"

@@ -16,7 +16,7 @@ from llmsuite.adapters.prefix_shapes import is_shared_by_all_ranks
 from llmsuite.base.typing import Tensor
 from llmsuite.parallel import collective
 from llmsuite.parallel.mesh import Mesh
-from llmsuite.parallel.sharding import ParameterShard
+from llmsuite.parallel.sharding import TRAINED, ParameterShard, ShardOptions
 from llmsuite.parallel.zero3 import program_gathering
 
 Slots = Mapping[str, tuple[dict[str, Any], str]]
@@ -57,15 +57,14 @@ class SlicedShard(ParameterShard):
         parameter: Tensor,
         mesh: Mesh,
         tp_dim: int | None,
-        is_tied: bool = False,
-        is_frozen: bool = False,
+        options: ShardOptions = TRAINED,
     ):
         """Arguments are those of `ParameterShard`, without the stage."""
         self.dim = None
-        if not (is_shared_by_all_ranks(name) or (is_tied and mesh.degrees.pp > 1)):
+        if not (is_shared_by_all_ranks(name) or (options.is_tied and mesh.degrees.pp > 1)):
             self.dim = slice_dim(parameter.shape, over_tp(parameter), mesh.degrees.sharding)
         self._slice = mesh.coordinate["sharding"]
-        super().__init__(name, parameter, mesh, tp_dim, 0 if self.dim is None else 3, is_tied, is_frozen)
+        super().__init__(name, parameter, mesh, tp_dim, 0 if self.dim is None else 3, options)
         self.main_param.stop_gradient = True  # the program has a parameter of its own
         if not self.has_master:
             # one tensor for both: a program may put its results into other memory

@@ -93,21 +93,25 @@ def _recipe(run: Run) -> dict[str, Any]:
     four = run.flag("load_in_4bit")
     eight = run.flag("load_in_8bit")
     precision = _precision(run)
-    if not is_on(adapter) and precision != "fp32" and not is_on(run.given("deepspeed")):
-        run.refuse(precision, run.given(precision), "trains parameters in 16 bits without deepspeed; they have float32 "
-                                                    "master weights here")  # fmt: skip
+    master_weights = precision == "fp32" or is_on(adapter) or _has_masters(run)
     if is_on(run.given("fsdp_config")) and not is_on(run.given("fsdp")):
         run.left["fsdp"] = "full_shard"
+    if not master_weights:
+        _check_without_masters(run, precision)
+    if run.has_experts and is_on(run.given("trust_remote_code")):
+        run.refuse("trust_remote_code", True, "is for code of the weights, which may add a load-balancing loss of "
+                                              "experts; nearest key: train.expert_balance_loss")  # fmt: skip
     run.take("fsdp_config", ONE_OR_MAPPING)
     parallel = trainer.parallel(run)
-    defaults = trainer.Defaults(num_epochs=1, micro_batch_size=1, lr_schedule="cosine", precision=precision)
+    defaults = trainer.Defaults(num_epochs=1, micro_batch_size=1, lr_schedule="cosine", precision=precision,
+                                master_weights=master_weights)  # fmt: skip
     recipe: dict[str, Any] = {
         "stage": run.stage,
         "source": f"Axolotl {run.name}",
         "model": model.model(run),
         "data": _data(run),
         "parallel": parallel,
-        "engine": trainer.engine(run, defaults),
+        "engine": trainer.engine(run, defaults) | {"precision": precision},
         "launch": trainer.launch(run),
     }
     _read_rate(run)
@@ -136,12 +140,44 @@ def _recipe(run: Run) -> dict[str, Any]:
 
 def _precision(run: Run) -> str:
     bf16 = run.take("bf16")
+    if not is_on(bf16) and bf16 != "auto":
+        bf16 = run.given("bfloat16")  # the same
+    run.take("bfloat16")
     fp16 = run.take("fp16")
     run.left["bf16"] = None
     run.left["fp16"] = None
     if bf16 == "auto" or is_on(bf16):
         return "bf16"
     return "fp16" if is_on(fp16) else "fp32"
+
+
+def _has_masters(run: Run) -> bool:
+    """Return True if the optimizer of a full fine-tuning in 16 bits updates float32 copies: DeepSpeed's does, and of
+    FSDP version 1 accelerate makes the parameters float32 (`Accelerator.prepare_model`). With version 2, for which
+    Axolotl has its own `fsdp2_prepare_model`, they stay as they were loaded."""
+    if is_on(run.given("deepspeed")):
+        return True
+    config = run.given("fsdp_config")
+    if not is_on(run.given("fsdp")) and not is_on(config):
+        return False
+    version = run.given("fsdp_version")
+    nested = config if isinstance(config, dict) else {}
+    if version is None and {"fsdp_version", "version"} & nested.keys():
+        run.refuse("fsdp_config", config, "has the version of FSDP, on which master weights depend; set fsdp_version")
+    return str(version or 1) != "2"
+
+
+def _check_without_masters(run: Run, precision: str) -> None:
+    """Refuse parameters that are not all bfloat16 in a full fine-tuning without master weights."""
+    if precision != "bf16":
+        run.refuse(precision, run.given(precision), "trains parameters in fp16 without deepspeed; "
+                                                    "train.master_weights: false is for bf16")  # fmt: skip
+    is_split = is_on(run.given("fsdp")) or is_on(run.given("fsdp_config"))
+    kernel = run.given("attn_implementation")
+    casts = kernel not in (None, "eager", "sdpa") or is_on(run.given("flash_attention"))
+    if not is_split and not casts and not is_on(run.given("cut_cross_entropy")):
+        run.refuse("attn_implementation", kernel, "without flash attention, embeddings and norms are float32 there, "
+                                                  "and other parameters in 16 bits")  # fmt: skip
 
 
 def _read_rate(run: Run) -> None:

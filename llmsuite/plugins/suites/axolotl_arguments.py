@@ -78,8 +78,7 @@ REFUSED: Mapping[str, Refusal] = {
     "revision_of_model": Refusal("nearest: model.weights hf:ORG/NAME@REVISION"),
     "min_sample_len": Refusal("all rows are used, however short"),
     "reset_chat_template": Refusal("nearest key: data.chat_template"),
-    "bfloat16": Refusal("parameters in 16 bits have float32 master weights here; nearest key: engine.precision"),
-    "float16": Refusal("parameters in 16 bits have float32 master weights here; nearest key: engine.precision"),
+    "float16": Refusal("has no loss scale for parameters in fp16; nearest key: engine.precision"),
     "fp8": Refusal("engine.precision has fp32, bf16 and fp16"),
     "use_dft_loss": Refusal("its mean may be another one; nearest key: sft.loss"),
     "trl": Refusal("is for other stages: llmsuite recipe new"),
@@ -196,5 +195,6 @@ TRANSLATIONS: Mapping[str, str] = {
     "evals_per_epoch": "train.eval_steps",
     "loss_watchdog_*": "train.loss_watchdog",
     "fsdp_config": "parallel.sharding",
+    "bfloat16": "engine.precision",
     **trainer.TRANSLATIONS,
 }

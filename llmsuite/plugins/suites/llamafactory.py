@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -57,6 +58,9 @@ def _recipe(run: Run) -> dict[str, Any]:
     own = _own_section(run)
     parallel = trainer.parallel(run) | _megatron(run)
     run.file_devices = run.integer("ray_num_workers", None)
+    defaults = _DEFAULTS
+    if run.flag("pure_bf16"):
+        defaults = _without_masters(run)
     data = _data(run)
     if run.section == "pretrain" and data["train"].endswith(".txt"):
         own["documents"] = "lines"
@@ -66,11 +70,11 @@ def _recipe(run: Run) -> dict[str, Any]:
         "model": model.model(run),
         "data": data,
         "parallel": parallel,
-        "engine": _engine(run, kind),
+        "engine": _engine(run, kind, defaults),
     }
     model.revision(run, recipe["model"])
     recipe["launch"] = trainer.launch(run)
-    recipe["train"] = trainer.train(run, recipe["launch"], parallel, _DEFAULTS)
+    recipe["train"] = trainer.train(run, recipe["launch"], parallel, defaults)
     has_eval = trainer.evaluates(run, recipe["train"]) and ("eval" in recipe["data"] or "holdout" in recipe["data"])
     if not has_eval:
         recipe["data"].pop("eval", None)
@@ -83,7 +87,7 @@ def _recipe(run: Run) -> dict[str, Any]:
         run.refuse("quantization_bit", run.take("quantization_bit"), "is for adapters only: lora.base_dtype")
     elif kind != "full":
         run.refuse("finetuning_type", kind, "supported are full fine-tuning (full) and adapters (lora)")
-    recipe["checkpoint"] = trainer.checkpoint(run, has_eval, _DEFAULTS)
+    recipe["checkpoint"] = trainer.checkpoint(run, has_eval, defaults)
     trainer.early_stopping(run, "early_stopping_steps", recipe)
     recipe |= trainer.ends(run)
     return {key: value for key, value in recipe.items() if value != {}}
@@ -104,8 +108,23 @@ def _megatron(run: Run) -> dict[str, Any]:
     return found
 
 
-def _engine(run: Run, kind: str) -> dict[str, Any]:
-    engine = trainer.engine(run, _DEFAULTS)
+def _without_masters(run: Run) -> trainer.Defaults:
+    """Return the defaults with `pure_bf16`, for which parameters, adapters too, stay bfloat16."""
+    for other, why in (
+        ("deepspeed", "DeepSpeed has master weights of its own"),
+        ("fsdp", "accelerate makes parameters float32 with bf16, and not without"),
+        ("quantization_bit", "adapters of quantised matrices are float32"),
+        ("upcast_layernorm", "norms are float32"),
+    ):
+        if is_on(run.given(other)):
+            run.refuse("pure_bf16", True, f"with {other}: {why}")
+    return dataclasses.replace(_DEFAULTS, master_weights=False)
+
+
+def _engine(run: Run, kind: str, defaults: trainer.Defaults) -> dict[str, Any]:
+    engine = trainer.engine(run, defaults)
+    if not defaults.master_weights:
+        engine["precision"] = "bf16"
     run.take("gradient_checkpointing")
     if run.flag("disable_gradient_checkpointing"):
         engine.pop("recompute", None)
@@ -241,10 +260,6 @@ def _lora(run: Run) -> dict[str, Any]:
     if ratio:
         found["lora_plus_ratio"] = float(ratio)
     found |= model.target_modules(run, "lora_target", ("all",), "all")
-    if run.given("additional_target") is not None and run.given("pure_bf16"):
-        run.refuse(
-            "additional_target", run.given("additional_target"), "with pure_bf16: they have float32 masters here"
-        )
     found |= model.modules_to_save(run, "additional_target")
     number = run.number("quantization_bit", None)
     method = str(run.take("quantization_method") or "bnb")

@@ -125,6 +125,7 @@ IGNORED: Mapping[str, str] = {
     **trainer.IGNORED,
 }
 TRANSLATIONS: Mapping[str, str] = {
+    "pure_bf16": "train.master_weights, engine.precision",
     "stage": "stage",
     "finetuning_type": "stage, lora.rank",
     "model_name_or_path": "model.weights",

@@ -115,14 +115,12 @@ def _recipe(run: Run) -> dict[str, Any]:
     run.take("command"), run.take("rlhf_type")
     is_full = kind == "full"
     hub = hub_of(run)
+    dtype = precision(run)
     defaults = trainer.Defaults(
         learning_rate=1e-5 if is_full else 1e-4, micro_batch_size=1, lr_schedule="cosine", weight_decay=0.1,
-        adam_beta2=0.95, recompute=True, precision=precision(run),
+        adam_beta2=0.95, recompute=True, precision=dtype,
+        master_weights=not is_full or dtype == "fp16" or _is_wrapped(run),
     )  # fmt: skip
-    has_masters = is_on(run.given("deepspeed")) or defaults.precision == "fp16"
-    if is_full and not has_masters:
-        run.refuse(name, kind, "without deepspeed it trains parameters in 16 bits; they have float32 master "
-                               "weights here")  # fmt: skip
     parallel = trainer.parallel(run)
     read_devices(run)
     recipe: dict[str, Any] = {
@@ -151,6 +149,11 @@ def _recipe(run: Run) -> dict[str, Any]:
     _stop_early(run, recipe, metric)
     recipe |= trainer.ends(run)
     return {key: value for key, value in recipe.items() if value != {}}
+
+
+def _is_wrapped(run: Run) -> bool:
+    """Return True if DeepSpeed has the parameters, or FSDP, for which accelerate makes them float32."""
+    return is_on(run.given("deepspeed")) or is_on(run.given("fsdp"))
 
 
 def _stop_early(run: Run, recipe: dict[str, Any], metric: Any) -> None:

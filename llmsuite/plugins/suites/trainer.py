@@ -41,6 +41,8 @@ class Defaults:
     accumulate: int = 1
     ends_smaller: bool = True
     """True if the last batch of an epoch is smaller."""
+    master_weights: bool = True
+    """False if the optimizer updates parameters that are bfloat16."""
     has_bitsandbytes: bool = True
     """True if `optim` may name an optimizer of bitsandbytes."""
 
@@ -142,7 +144,7 @@ def train(run: Run, launch: Mapping[str, Any], parallel: dict[str, Any], default
     total = launch["num_devices"] * launch.get("nnodes", 1)
     cut = parallel.get("tensor_parallel_degree", 1) * parallel.get("pipeline_parallel_degree", 1)
     ranks = run.data_ranks = max(1, total // cut)
-    is_split = bool(parallel) or _is_wrapped(run)
+    is_split = bool(parallel) or is_wrapped(run)
     if ranks == 1 and "sharding" in parallel:
         run.note(f"parallel.sharding: {parallel.pop('sharding')} is left out, because there is one data rank")
     micro = run.integer("per_device_train_batch_size", defaults.micro_batch_size)
@@ -172,7 +174,7 @@ def train(run: Run, launch: Mapping[str, Any], parallel: dict[str, Any], default
     return train
 
 
-def _is_wrapped(run: Run) -> bool:
+def is_wrapped(run: Run) -> bool:
     """Return True if DeepSpeed, FSDP or Megatron has the optimizer, or a profile of accelerate that may name them."""
     wrappers = ("deepspeed", "fsdp", "tensor_model_parallel_size")
     profile = run.given("accelerate_config")
@@ -189,22 +191,42 @@ def _optimizer(run: Run, is_split: bool, decays: bool, defaults: Defaults) -> di
         defaults: of the suite.
     """
     optimizer = run.take("optim")
-    if optimizer is None or optimizer in _OPTIMIZERS:
-        return {}
+    found: dict[str, Any] = {} if defaults.master_weights else {"master_weights": False}
     if optimizer in _IN_8_BITS and defaults.has_bitsandbytes:
         if not is_split:
-            return {"optimizer": "adamw_8bit"}
+            return found | {"optimizer": "adamw_8bit"}
         why = (
             "DeepSpeed, FSDP and Megatron quantise its states by parts of parameters; train.optimizer: adamw_8bit does "
         )
         run.refuse("optim", optimizer, f"{why}so by full parameters")
+    elif not defaults.master_weights:
+        _check_without_masters(run, optimizer)
+    elif optimizer is None or optimizer in _OPTIMIZERS:
+        return {}
     elif optimizer == "paged_adamw_32bit" and defaults.has_bitsandbytes:
         # bitsandbytes decays parameters after the update, AdamW before it
         if decays:
             run.refuse("optim", optimizer, "its weight decay follows the update; train.optimizer: adamw decays before")
     else:
         run.refuse("optim", optimizer, "train.optimizer has adamw")
-    return {}
+    return found
+
+
+def _check_without_masters(run: Run, optimizer: Any) -> None:
+    """Refuse other optimizers of bfloat16 parameters than AdamW as it is here: implementations that are the same in
+    float32 round them in different ways."""
+    if optimizer is None:
+        run.note("train.master_weights: false; updates are those of adamw_torch_fused, which is the default of "
+                 "transformers with PyTorch 2.8 and later")  # fmt: skip
+    elif optimizer == "paged_adamw_32bit":
+        run.refuse("optim", optimizer, "keeps float32 moments of parameters in 16 bits; train.master_weights: false "
+                                       "keeps them in 16 bits")  # fmt: skip
+    elif optimizer in ("adamw_torch", "adamw_hf"):
+        run.refuse("optim", optimizer, "rounds parameters in 16 bits after each operation; train.master_weights: false "
+                                       "rounds once, as adamw_torch_fused")  # fmt: skip
+    elif optimizer != "adamw_torch_fused":
+        run.refuse("optim", optimizer, "train.optimizer has adamw; with train.master_weights: false as "
+                                       "adamw_torch_fused")  # fmt: skip
 
 
 def _length(run: Run, defaults: Defaults) -> dict[str, Any]:
@@ -365,7 +387,6 @@ REFUSED: Mapping[str, Refusal] = {
     "accelerator_config": Refusal("batches are those of data and train"),
     "parallelism_config": Refusal("nearest key: section parallel"),
     "past_index": Refusal("rows are independent", lambda value: isinstance(value, int) and value >= 0),
-    "pure_bf16": Refusal("parameters in 16 bits have float32 master weights here; nearest key: engine.precision"),
     "half_precision_backend": Refusal("nearest key: engine.precision", lambda value: value not in (None, "auto")),
     "fp16_full_eval": Refusal("nearest key: engine.precision"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -63,7 +64,7 @@ def _recipe(run: Run) -> dict[str, Any]:
         run.refuse("disable_dropout", run.take("disable_dropout"), "models are trained without dropout")
     kind = run.take("dtype")
     if not adapters and kind not in (None, "float32"):
-        run.refuse("dtype", kind, "parameters in 16 bits have float32 master weights here, as with dtype float32")
+        defaults = _without_masters(run, kind, recipe["engine"]["precision"], defaults)
     recipe["launch"] = trainer.launch(run)
     recipe["train"] = trainer.train(run, recipe["launch"], parallel, defaults)
     has_eval = trainer.evaluates(run, recipe["train"])
@@ -91,6 +92,16 @@ def _recipe(run: Run) -> dict[str, Any]:
     recipe["checkpoint"] = trainer.checkpoint(run, has_eval, defaults)
     recipe |= trainer.ends(run)
     return {key: value for key, value in recipe.items() if value != {}}
+
+
+def _without_masters(run: Run, dtype: Any, precision: str, defaults: trainer.Defaults) -> trainer.Defaults:
+    """Return the defaults of a full fine-tuning whose parameters are loaded in `dtype` and updated so."""
+    if dtype != "bfloat16" or precision != "bf16":
+        run.refuse("dtype", dtype, "train.master_weights: false is for bfloat16, with bf16")
+    elif trainer.is_wrapped(run):
+        run.refuse("dtype", dtype, "with DeepSpeed or FSDP; master weights are those of float32 parameters here: "
+                                   "dtype float32")  # fmt: skip
+    return dataclasses.replace(defaults, master_weights=False)
 
 
 def _check_balance(run: Run) -> None:

@@ -34,6 +34,7 @@ def _not_in_a_step(context: RuleContext) -> Iterator[Violation]:
     for key, value, is_set, default, why in (
         ("engine.offload_optimizer", "true", engine.offload_optimizer, "false", by_parts),
         ("train.optimizer", "adamw_8bit", train.optimizer == "adamw_8bit", "adamw", unsupported),
+        ("train.master_weights", "false", not train.master_weights, "true", unsupported),
         ("train.mtp_loss_weight", train.mtp_loss_weight, train.mtp_loss_weight > 0, "0", unsupported),
         ("engine.loss_chunk_tokens", chunk, chunk is not None, "null", unsupported),
         ("train.micro_batch_tokens", train.micro_batch_tokens, train.micro_batch_tokens is not None, "null", ragged),
@@ -88,8 +89,8 @@ def _not_in_a_pipeline(context: RuleContext) -> Iterator[Violation]:
 PROGRAM_RULES = (
     Rule(
         "`program: step` with sharding over some of the data ranks, a stage that does not support it, "
-        "`entropy_coef`, `offload_optimizer`, `optimizer: adamw_8bit`, `mtp_loss_weight`, "
-        "`loss_chunk_tokens`, `micro_batch_tokens` or `gradient_bucket_bytes`",
+        "`entropy_coef`, `offload_optimizer`, `optimizer: adamw_8bit`, `master_weights: false`, "
+        "`mtp_loss_weight`, `loss_chunk_tokens`, `micro_batch_tokens` or `gradient_bucket_bytes`",
         "a compiled step does not support it: the optimizer state stays on the device, all batches have one shape, and "
         "each gradient is reduced separately",
         (

@@ -177,6 +177,31 @@ def _blocks_on_the_host(context: RuleContext) -> Iterator[Violation]:
         yield "engine.offload_optimizer", "is true, which adamw_8bit does not support; set it to false, or choose adamw"
 
 
+def _no_masters(context: RuleContext) -> Iterator[Violation]:
+    recipe = context.recipe
+    if recipe.train.master_weights:
+        return
+    key = "train.master_weights"
+    precision = recipe.engine.precision
+    if precision == "fp32":
+        yield key, "is false, but parameters are float32 with engine.precision fp32; set that to bf16, or this to true"
+    elif precision == "fp16":
+        yield (
+            key,
+            "is false, but second moments below 6e-8 would be 0 with engine.precision fp16; set that to bf16, or this "
+            "to true",
+        )
+    elif context.backend is not None and context.backend.parameter_dtype(precision) == "float32":
+        message = f"is false, but {recipe.device} keeps parameters in float32 with engine.precision {precision}"
+        yield key, f"{message}; set it to true"
+    if recipe.engine.offload_optimizer:
+        yield (
+            "engine.offload_optimizer",
+            "is true, which train.master_weights false does not support: parameters are updated where they are; set it "
+            "to false, or train.master_weights to true",
+        )
+
+
 def _no_such_precision(context: RuleContext) -> Iterator[Violation]:
     precision = context.recipe.engine.precision
     if context.precisions is not None and precision not in context.precisions:
@@ -241,6 +266,13 @@ STRATEGY_RULES = (
         "ranks exchange the scales of all moments in one call, so they are on the device together",
         ("--train.optimizer=adamw_8bit", "--engine.offload_optimizer=true"),
         _blocks_on_the_host,
+    ),
+    Rule(
+        "`master_weights: false` with fp32 or fp16, on a device that keeps parameters in float32 (cpu), or with "
+        "`offload_optimizer`",
+        "parameters have no copies, and are updated where they are; small second moments are 0 in fp16",
+        ("--train.master_weights=false", "--engine.precision=fp16"),
+        _no_masters,
     ),
     Rule(
         "a pipeline, stage 3, recompute or `to_static` with a family without a shard plan",

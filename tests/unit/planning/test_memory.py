@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import subprocess
 import sys
@@ -33,7 +34,7 @@ from llmsuite.models.targets import adaptable_modules, pick_modules
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.pipeline_split import keep_part, part_bounds, parts_with
 from llmsuite.parallel.recompute import recompute_attention, recompute_layers
-from llmsuite.parallel.sharding import ParameterShard
+from llmsuite.parallel.sharding import ParameterShard, ShardOptions
 from llmsuite.parallel.timeline import orders, peak_held
 from llmsuite.planning import activations
 from llmsuite.planning.activations import ActivationSettings, MicroBatch
@@ -164,12 +165,20 @@ def _layout(plan: RunPlan, shapes: dict[str, tuple[int, ...]]) -> Layout:
 
 
 @given(
-    st.integers(1, 40), st.integers(0, 3), st.sampled_from([1, 2, 3]), st.sampled_from(["fp32", "bf16"]), st.booleans()
+    st.integers(1, 40),
+    st.integers(0, 3),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from(["fp32", "bf16"]),
+    st.booleans(),
+    st.booleans(),
 )
-def test_a_shard_has_the_planned_elements(size: int, stage: int, parts: int, precision: str, frozen: bool) -> None:
+def test_a_shard_has_the_planned_elements(
+    size: int, stage: int, parts: int, precision: str, frozen: bool, keeps_master: bool
+) -> None:
     name = "model.norm.weight"
     width = 4 if precision == "fp32" else 2
     layout = _layout(ONE_DEVICE[precision], {name: (size,)})
+    layout.parallel_plan = dataclasses.replace(layout.parallel_plan, master_weights=keeps_master)
     layout.sharding = stage
     layout.trained = set() if frozen else {name}
     for rank in range(parts):
@@ -178,12 +187,15 @@ def test_a_shard_has_the_planned_elements(size: int, stage: int, parts: int, pre
         parameter = paddle.create_parameter(
             [size], "float32" if width == 4 else "bfloat16", default_initializer=paddle.nn.initializer.Constant(0.0)
         )
-        shard = ParameterShard(name, parameter, mesh, None, stage, is_frozen=frozen)
+        shard = ParameterShard(
+            name, parameter, mesh, None, stage, ShardOptions(is_frozen=frozen, keeps_master=keeps_master)
+        )
         local = shard._stored if held.is_stored_sharded else shard.parameter
         assert held.parameter_bytes == local.numel().item() * width
         if not frozen:
             copied = shard.main_param.numel().item() * (4 if shard.has_master else width)
             assert held.master_bytes == (copied if shard.shard_is_copy else 0)
+        assert held.has_master == shard.has_master
         assert held.reduce_in_backward == shard.partition.reduce_in_backward
         assert held.num_owned == (
             0 if shard.is_empty else local.numel().item() if parts == 1 else shard.main_param.size

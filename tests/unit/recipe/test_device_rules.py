@@ -103,3 +103,38 @@ def test_the_number_of_chunks_is_left_out_with_the_schedule(devices: Registry) -
     ((key, text),) = said
     assert key == "parallel.pipeline_schedule"
     assert text.endswith("set it to 1F1B and remove virtual_pipeline_degree")
+
+
+NO_MASTERS = "--train.master_weights=false"
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "message"),
+    [
+        (["--device=gpu", "--engine.precision=bf16"], None, ""),
+        (["--device=xpu", "--engine.precision=bf16", "--train.optimizer=adamw_8bit"], None, ""),
+        (["--device=gpu", "--engine.precision=fp32"], "train.master_weights", "parameters are float32 with"),
+        (["--device=gpu", "--engine.precision=fp16"], "train.master_weights", "second moments below 6e-8 would be 0"),
+        (["--device=cpu", "--engine.precision=bf16"], "train.master_weights", "cpu keeps parameters in float32 with"),
+        (
+            ["--device=gpu", "--engine.precision=bf16", "--engine.offload_optimizer=true"],
+            "engine.offload_optimizer",
+            "which train.master_weights false does not support",
+        ),
+    ],
+)
+def test_parameters_without_masters(words: list[str], key: str | None, message: str, devices: Registry) -> None:
+    problems = []
+    try:
+        plan_run(ROOT / "recipes/llama/sft.json", [*words, NO_MASTERS], devices)
+    except RecipeError as error:
+        problems = error.problems
+    assert [problem.key for problem in problems] == ([] if key is None else [key])
+    assert all(message in problem.message for problem in problems)
+
+
+def test_a_smoke_run_has_masters(devices: Registry) -> None:
+    words = ["--device=gpu", "--engine.precision=bf16", NO_MASTERS]
+    assert not plan_run(ROOT / "recipes/llama/sft.json", words, devices).parallel.master_weights
+    smoke = plan_run(ROOT / "recipes/llama/sft.json", words[:2], devices, smoke=True)
+    assert smoke.parallel.master_weights

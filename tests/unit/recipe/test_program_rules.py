@@ -150,6 +150,11 @@ def test_on_a_pipeline(registry: Registry, recipe: str, stages: int, schedule: s
         ),
         (
             "llama/sft",
+            ["--train.master_weights=false"],
+            "train.master_weights: is false, which engine.program step does not support; set it to true, or",
+        ),
+        (
+            "llama/sft",
             ["--train.optimizer=adamw_8bit"],
             "train.optimizer: is adamw_8bit, which engine.program step does not support; set it to adamw, or",
         ),

@@ -13,6 +13,7 @@ from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.program.optimizer import ProgramOptimizer, ZeroGroup
 from llmsuite.parallel.program.slices import SlicedShard, slice_dim
+from llmsuite.parallel.sharding import ShardOptions
 from tests.support import many
 from tests.support.step_programs import ADAMW
 
@@ -27,7 +28,7 @@ def _values(name: str, seed: int = 0) -> np.ndarray:
 def _shard(name: str, mesh: Mesh, is_frozen: bool = False) -> SlicedShard:
     parameter = paddle.create_parameter(SHAPES[name], "float32")
     parameter.set_value(_values(name))
-    return SlicedShard(name, parameter, mesh, None, is_frozen=is_frozen)
+    return SlicedShard(name, parameter, mesh, None, ShardOptions(is_frozen=is_frozen))
 
 
 @pytest.mark.parametrize(("name", "dim"), [("even", 0), ("odd rows", 1), ("odd", None)])
@@ -108,8 +109,11 @@ def test_a_slice_is_where_the_program_leaves_it() -> None:
 
 def test_a_table_of_two_pipeline_stages_is_not_cut() -> None:
     def work(mesh: Mesh) -> list[bool]:
-        return [SlicedShard("even", paddle.create_parameter([6, 4], "float32"), mesh, None, is_tied).is_sliced
-                for is_tied in (False, True)]  # fmt: skip
+        found = []
+        for is_tied in (False, True):
+            parameter = paddle.create_parameter([6, 4], "float32")
+            found.append(SlicedShard("even", parameter, mesh, None, ShardOptions(is_tied)).is_sliced)
+        return found
 
     assert many.run(dataclasses.replace(DEGREES, pp=2), work) == [[True, False]] * 4
 

@@ -13,6 +13,7 @@ from tests.unit.plugins.suites.conftest import Converted
 
 ACTION = "from-axolotl"
 TEXTS = {"datasets": [{**ROWS, "type": "alpaca"}]}
+CASTS = {"attn_implementation": "flash_attention_2"}
 PACKED = {"sample_packing": True, "flash_attention": True}
 
 
@@ -59,6 +60,46 @@ def test_whole_models(converted: Converted) -> None:
     assert (recipe["train"]["num_epochs"], recipe["train"]["min_lr_ratio"]) == (3, 0.1)
     zero = converted(ACTION, {**FULL, "deepspeed": "deepspeed_configs/zero2.json"}, num_devices=2).recipe
     assert (zero["engine"]["precision"], zero["parallel"]) == ("bf16", {"sharding": "stage2"})
+    assert "master_weights" not in zero["train"]
+
+
+@pytest.mark.parametrize(
+    ("words", "precision"),
+    [
+        ({"bf16": True}, "bf16"),
+        ({"bf16": "auto"}, "bf16"),
+        ({"bf16": None, "bfloat16": True}, "bf16"),
+        ({"bf16": False}, "fp32"),
+        ({"bf16": False, "fp16": True}, "fp16"),
+        ({"bf16": None}, "fp32"),
+    ],
+)
+def test_precision(words: dict[str, Any], precision: str, converted: Converted) -> None:
+    assert converted(ACTION, {**BARE, **words}).recipe["engine"]["precision"] == precision
+
+
+@pytest.mark.parametrize(
+    ("words", "keeps"),
+    [
+        ({"attn_implementation": "flash_attention_2"}, False),
+        ({"flash_attention": True}, False),
+        ({"fsdp_config": {"reshard_after_forward": True}, "fsdp_version": 2}, False),
+        # accelerate makes the parameters float32
+        ({"fsdp": ["full_shard", "auto_wrap"], "fsdp_config": {"fsdp_use_orig_params": False}}, True),
+        ({"fsdp_config": {"offload_params": False}, "fsdp_version": 1}, True),
+        ({"deepspeed": "deepspeed_configs/zero1.json"}, True),
+    ],
+)
+def test_masters_of_whole_models_in_16_bits(words: dict[str, Any], keeps: bool, converted: Converted) -> None:
+    recipe = converted(ACTION, {**FULL, "optimizer": "adamw_torch_fused", **words}, num_devices=2).recipe
+    assert recipe["engine"]["precision"] == "bf16"
+    assert recipe["train"].get("master_weights", True) is keeps
+
+
+def test_states_in_8_bits_without_masters(converted: Converted) -> None:
+    values = {**FULL, "attn_implementation": "flash_attention_2", "optimizer": "paged_adamw_8bit"}
+    train = converted(ACTION, values).recipe["train"]
+    assert (train["master_weights"], train["optimizer"]) == (False, "adamw_8bit")
 
 
 def test_data(converted: Converted) -> None:
@@ -184,7 +225,18 @@ def test_paged_adamw_without_decay_is_adamw(converted: Converted) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (FULL, "bf16 = auto: trains parameters in 16 bits without deepspeed"),
+        (FULL, "attn_implementation = None: without flash attention, embeddings and norms are float32"),
+        ({**FULL, "attn_implementation": "sdpa"}, "attn_implementation = sdpa: without flash attention"),
+        ({**FULL, **CASTS, "bf16": False, "fp16": True}, "fp16 = True: trains parameters in fp16 without deepspeed"),
+        ({**FULL, **CASTS, "optimizer": "adamw_torch"}, "optimizer = adamw_torch: rounds parameters in 16 bits after"),
+        ({**FULL, **CASTS, "optimizer": "paged_adamw_32bit"}, "optimizer = paged_adamw_32bit: keeps float32 moments"),
+        ({**FULL, **CASTS, "optimizer": "adamw_apex_fused"}, "optimizer = adamw_apex_fused: train.optimizer has"),
+        ({**FULL, "fsdp_config": {"fsdp_version": 2}}, "the version of FSDP, on which master weights depend"),
+        (
+            {**BARE, "base_model": "deepseek-ai/DeepSeek-V2-Lite", "trust_remote_code": True},
+            "trust_remote_code = True: is for code of the weights, which may add a load-balancing loss",
+        ),
+        ({**BARE, "float16": True}, "float16 = True: has no loss scale for parameters in fp16"),
         ({**BARE, "load_in_8bit": True}, "load_in_8bit = True"),
         ({**BARE, "optimizer": "adamw_torch_8bit"}, "optimizer = adamw_torch_8bit: train.optimizer has adamw"),
         (

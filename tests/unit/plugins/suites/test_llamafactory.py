@@ -51,6 +51,16 @@ def test_defaults_of_the_suite(converted: Converted) -> None:
     assert recipe["checkpoint"] == {"save_steps": 500}
 
 
+def test_pure_bf16(converted: Converted) -> None:
+    """All that is trained, adapters too, and without mixed precision."""
+    for values in (FULL, {**SFT, "bf16": False, "additional_target": "lm_head"}):
+        found = converted(ACTION, {**values, "deepspeed": None, "pure_bf16": True})
+        assert found.recipe["engine"]["precision"] == "bf16"
+        assert found.recipe["train"]["master_weights"] is False
+        assert [note for note in found.notes if "adamw_torch_fused, which is the default" in note]
+    assert "master_weights" not in converted(ACTION, {**SFT, "pure_bf16": False}).recipe["train"]
+
+
 def test_dpo(converted: Converted) -> None:
     assert converted(ACTION, DPO).recipe["dpo"] == {"beta": 0.2, "loss": "sigmoid"}
     assert converted(ACTION, {**DPO, "pref_loss": "ipo"}).recipe["dpo"]["loss"] == "ipo_mean"  # it divides by tokens
@@ -154,7 +164,12 @@ NOT_THE_SAME: list[tuple[dict[str, Any], str]] = [
     ({**SFT, "model_name_or_path": "Qwen/Qwen3-30B-A3B"}, "lora_target = all: includes routed experts and gates"),
     ({**BARE, "model_name_or_path": "Qwen/Qwen3-30B-A3B"}, "lora_target = all: includes routed experts"),
     ({**SFT, "additional_target": "embed_tokens,norm"}, "additional_target = norm: lora.modules_to_save has"),
-    ({**SFT, "additional_target": "lm_head", "pure_bf16": True}, "additional_target = lm_head: with pure_bf16"),
+    ({**SFT, "pure_bf16": True, "deepspeed": "x_z2_config.json"}, "pure_bf16 = True: with deepspeed: DeepSpeed has"),
+    ({**SFT, "pure_bf16": True, "quantization_bit": 4}, "pure_bf16 = True: with quantization_bit: adapters of"),
+    (
+        {**SFT, "pure_bf16": True, "optim": "adamw_torch"},
+        "optim = adamw_torch: rounds parameters in 16 bits after each",
+    ),
     ({**SFT, "finetuning_type": "freeze"}, "finetuning_type = freeze"),
     ({**SFT, "adapter_name_or_path": "x"}, "after `llmsuite merge`"),
     ({**DPO, "pref_loss": "orpo"}, "pref_loss = orpo: weights chosen answers equally"),

@@ -65,6 +65,17 @@ def test_whole_models_and_batches(converted: Converted) -> None:
     assert (two["launch"], two["train"]["global_batch_size"]) == ({"num_devices": 8}, 24)
 
 
+def test_masters_of_full_models(converted: Converted) -> None:
+    def train(**values: Any) -> Any:
+        return converted(ACTION, {**BARE, "tuner_type": "full", **values}).recipe["train"]
+
+    assert train()["master_weights"] is False
+    assert train(optim="adamw_torch_fused", torch_dtype="bfloat16")["master_weights"] is False
+    assert train(optim="adamw_bnb_8bit") == {**train(), "optimizer": "adamw_8bit"}
+    for words in ({"deepspeed": "zero2"}, {"fsdp": "fsdp2"}, {"torch_dtype": "float16"}, {"tuner_type": "lora"}):
+        assert "master_weights" not in train(**words), words
+
+
 def test_data(converted: Converted) -> None:
     def data(**values: Any) -> Any:
         return converted(ACTION, {**BARE, **values}).recipe["data"]
@@ -248,7 +259,7 @@ def test_adapters_and_losses(converted: Converted) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({**BARE, "tuner_type": "full"}, "tuner_type = full: without deepspeed it trains parameters in 16 bits"),
+        ({**BARE, "tuner_type": "full", "optim": "adamw_torch"}, "optim = adamw_torch: rounds parameters in 16 bits"),
         ({**BARE, "tuner_type": "adalora"}, "tuner_type = adalora"),
         ({**BARE, "dataset": "org/rows#500", "data_seed": 7}, "dataset = org/rows#500: chooses rows by data_seed"),
         ({**BARE, "dataset": ["a.jsonl", "b.jsonl#5"], "seed": 7}, "dataset = b.jsonl#5: chooses rows by data_seed"),

@@ -103,6 +103,13 @@ def test_dynamic_fine_tuning(converted: Converted) -> None:
     assert recipe["sft"] == {"truncate": True, "loss": "dft"}
 
 
+def test_parameters_in_16_bits(converted: Converted) -> None:
+    train = converted(ACTION, {**SFT, "dtype": "bfloat16"}, stage="sft").recipe["train"]
+    assert train["master_weights"] is False
+    adapters = converted(ACTION, {**SFT, "dtype": "bfloat16", "use_peft": True}, stage="sft").recipe["train"]
+    assert "master_weights" not in adapters
+
+
 def test_strategy(converted: Converted) -> None:
     recipe = converted(ACTION, {**SFT, "accelerate_config": "zero3", "num_processes": 4}, stage="sft").recipe
     assert (recipe["parallel"], recipe["launch"]) == ({"sharding": "stage3"}, {"num_devices": 4})
@@ -124,7 +131,8 @@ def test_strategy(converted: Converted) -> None:
         ({**SFT, "packing": True, "packing_strategy": "wrapped"}, "sft", "packing_strategy = wrapped"),
         ({**SFT, "truncation_mode": "keep_end"}, "sft", "truncation_mode = keep_end"),
         ({**SFT, "max_length": None}, "sft", "max_length = null"),
-        ({**SFT, "dtype": "bfloat16"}, "sft", "dtype = bfloat16"),
+        ({**SFT, "dtype": "float16"}, "sft", "dtype = float16: train.master_weights: false is for bfloat16"),
+        ({**SFT, "dtype": "bfloat16", "accelerate_config": "zero2"}, "sft", "dtype = bfloat16: with DeepSpeed or FSDP"),
         ({**SFT, "chat_template_path": "x"}, "sft", "chat_template_path = x"),
         ({**SFT, "datasets": [{"path": "a", "fraction": 0.5}]}, "sft", "datasets = fraction: data.train and data.mix"),
         ({**SFT, "datasets": [{"path": "a"}, {"path": "a"}]}, "sft", "data.mix has each file once"),
