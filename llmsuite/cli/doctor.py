@@ -87,9 +87,10 @@ def run(args: Any, registry: Registry) -> int:
 
 def _show_ops(name: str, registry: Registry) -> int:
     """Print the kernel of each operation, even for a device that this machine does not have."""
-    if name not in registry.devices:
+    device = registry.find_device(name)
+    if device is None:
         raise UserError(f"--device: {registry.unknown('device', name)}")
-    backend = registry.devices[name].factory()
+    backend = device.factory()
     from llmsuite.devices.start import start_paddle
 
     start_paddle(backend, 1)
@@ -241,10 +242,11 @@ def _pins() -> Iterator[Finding]:
 
 
 def _device(name: str, registry: Registry) -> Iterator[Finding]:
-    if name not in registry.devices:
+    device = registry.find_device(name)
+    if device is None:
         yield _BAD, "device", registry.unknown("device", name)
         return
-    backend = registry.devices[name].factory()
+    backend = device.factory()
     for key, value in backend.environment(1).items():
         yours = os.environ.get(key)
         shown = f"{value} (set by llmsuite)" if yours is None else f"{yours} (set by you)"
@@ -322,7 +324,7 @@ def _network(args: Any, registry: Registry) -> Iterator[Finding]:
     from llmsuite.launch.launch import launch
     from llmsuite.launch.machines import Machines
 
-    backend = registry.devices[args.device].factory()
+    backend = registry.device(args.device).factory()
     output: list[str] = []
     command = [sys.executable, "-m", "llmsuite", "doctor", f"--device={args.device}"]
     command += [f"--num_devices={args.num_devices}", f"--nnodes={args.nnodes}", f"--node_rank={args.node_rank}"]
@@ -385,7 +387,7 @@ def _rank(args: Any, registry: Registry) -> int:
     """Measure the network, in one of the ranks."""
     from llmsuite.devices.start import start_paddle
 
-    backend = registry.devices[args.device].factory()
+    backend = registry.device(args.device).factory()
     start_paddle(backend, args.num_devices, join=True)
     from llmsuite.parallel import collective
     from llmsuite.parallel.network import measure
