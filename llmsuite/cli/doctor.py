@@ -22,6 +22,7 @@ from llmsuite.base.errors import UserError
 from llmsuite.base.extras import install_command
 from llmsuite.base.locks import scratch_directory
 from llmsuite.base.safe_files import is_dir
+from llmsuite.cli.doctor_checks import CHECKS_FILE, check_device, device_findings
 from llmsuite.contract.registry import Registry
 from llmsuite.contract.schema.recipe import LaunchSection
 from llmsuite.contract.specs import Command
@@ -39,6 +40,7 @@ _SLOW_PAIR = 1 / 3
 _STALL_SECONDS = 60.0
 _CHECK_SECONDS = 300.0
 _RESULT = "network: "
+_RESHARD = "reshard: "
 Finding = tuple[str, str, str]
 
 
@@ -74,6 +76,8 @@ def run(args: Any, registry: Registry) -> int:
         raise UserError(f"--{key}: {message}")
     if is_worker() and not is_worker_of_others():
         return _rank(args, registry)
+    if CHECKS_FILE in os.environ:
+        return check_device(registry.device(args.device).factory(), Path(os.environ[CHECKS_FILE]))
     if args.ops:
         return _show_ops(args.device, registry)
     width = 14
@@ -282,6 +286,7 @@ def _device(name: str, registry: Registry) -> Iterator[Finding]:
 
         backend.activate(0)
         yield _OK, "matrix product", f"{_gflops(matmul, 'float32'):.0f} GFLOP/s in float32"
+        yield from device_findings(backend)
         yield run_check({**os.environ, **backend.environment(1)})
 
 
@@ -355,6 +360,9 @@ def _network(args: Any, registry: Registry) -> Iterator[Finding]:
         return
     (result,) = (line.removeprefix(_RESULT) for line in lines if line.startswith(_RESULT))
     yield from network_findings(json.loads(result), args.num_devices * args.nnodes)
+    for line in lines:
+        if line.startswith(_RESHARD):
+            yield _reshard_finding(json.loads(line.removeprefix(_RESHARD)))
 
 
 def network_findings(found: Any, num_ranks: int) -> Iterator[Finding]:
@@ -391,12 +399,23 @@ def _rank(args: Any, registry: Registry) -> int:
     start_paddle(backend, args.num_devices, join=True)
     from llmsuite.parallel import collective
     from llmsuite.parallel.network import measure
+    from llmsuite.parallel.reshard_check import find_wrong_reshard
 
     backend.activate(collective.local_rank())
     found = measure(args.num_devices * args.nnodes)
     if collective.rank() == 0:
         print(_RESULT + json.dumps(dataclasses.asdict(found)), flush=True)
+    wrong = find_wrong_reshard(args.num_devices * args.nnodes)
+    if collective.rank() == 0:
+        print(_RESHARD + json.dumps(wrong), flush=True)
     return 0
+
+
+def _reshard_finding(wrong: str | None) -> Finding:
+    """The finding from the placements of distributed tensors."""
+    if wrong is None:
+        return _OK, "reshard", "distributed tensors get every placement, and their gradients are added"
+    return _WARN, "reshard", f"{wrong}; tensor parallelism would fail or be wrong on this device"
 
 
 def _plugins(registry: Registry) -> Iterator[Finding]:

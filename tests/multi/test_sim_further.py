@@ -95,3 +95,16 @@ def test_paddle_gives_memory_of_programs_back_too_early(fast: bool) -> None:
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert (run.returncode == 0) == (not fast), run.stderr
     assert ("not ordered: copy to device" in run.stderr) == fast, run.stderr
+
+
+def test_the_doctor_names_what_a_device_loses(runner: Runner) -> None:
+    """A build without the kernel that adds, as a plug-in of a vendor may be; it needs no plugin of llmsuite. Paddle
+    adds on the host, and the result is not written where it belongs."""
+    process = runner.start("doctor", "--device=sim", CUSTOM_DEVICE_ROOT=str(library_directory("add|add_grad")))
+    printed, _ = process.communicate()
+    assert process.returncode == 2, printed
+    bad = [line for line in printed.splitlines() if line.startswith("BAD")]
+    assert any("view, add_" in line and "gradients of ranks and micro-batches are lost" in line for line in bad), bad
+    assert "ok    view, scale_" in printed, printed
+    assert "ok    random state" in printed, printed
+    assert "no kernel in float32 add" in printed, printed
