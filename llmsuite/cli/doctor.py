@@ -23,6 +23,7 @@ from llmsuite.base.extras import install_command
 from llmsuite.base.locks import scratch_directory
 from llmsuite.base.safe_files import is_dir
 from llmsuite.cli.doctor_checks import CHECKS_FILE, check_device, device_findings
+from llmsuite.cli.doctor_kernels import MESSAGES, show_kernels
 from llmsuite.contract.registry import Registry
 from llmsuite.contract.schema.recipe import LaunchSection
 from llmsuite.contract.specs import Command
@@ -54,6 +55,11 @@ def add_arguments(parser: Any) -> None:
         default=1,
         help="devices of this machine; above 1 their network is checked too",
     )
+    parser.add_argument(
+        "--kernels",
+        action="store_true",
+        help="only compare every operation with its plain form on the host; above 1 device messages too",
+    )
     parser.add_argument("--ops", action="store_true", help="only show the kernel of each operation on this device")
     parser.add_argument(
         "--nnodes", type=PositiveInt, default=1, help="number of machines; start the same command on each"
@@ -78,6 +84,8 @@ def run(args: Any, registry: Registry) -> int:
         return _rank(args, registry)
     if CHECKS_FILE in os.environ:
         return check_device(registry.device(args.device).factory(), Path(os.environ[CHECKS_FILE]))
+    if args.kernels:
+        return show_kernels(args, registry, start_ranks)
     if args.ops:
         return _show_ops(args.device, registry)
     width = 14
@@ -324,34 +332,44 @@ def _gflops(matmul: Callable[[Any, Any, bool, bool], Any], dtype: str) -> float:
     return 2 * size**3 / min(seconds) / 1e9
 
 
-def _network(args: Any, registry: Registry) -> Iterator[Finding]:
-    """Start a rank for each device, on all machines, and measure all-reduces between them."""
+def start_ranks(args: Any, registry: Registry, *words: str) -> tuple[int, list[str]]:
+    """Start a rank of this command for each device, on all machines. Returns the exit code, and the lines that were
+    printed.
+
+    Raises:
+        UserError: the ranks cannot be started.
+    """
     from llmsuite.launch.launch import launch
     from llmsuite.launch.machines import Machines
 
     backend = registry.device(args.device).factory()
     output: list[str] = []
-    command = [sys.executable, "-m", "llmsuite", "doctor", f"--device={args.device}"]
+    command = [sys.executable, "-m", "llmsuite", "doctor", f"--device={args.device}", *words]
     command += [f"--num_devices={args.num_devices}", f"--nnodes={args.nnodes}", f"--node_rank={args.node_rank}"]
     if args.master:
         command.append(f"--master={args.master}")
     machines = Machines(args.node_rank, args.nnodes, args.master or "", f"doctor {args.num_devices}")
     with scratch_directory() as logs:
-        try:
-            backend.prepare_ranks()
-            code = launch(
-                command,
-                args.num_devices,
-                logs,
-                lambda rank: backend.variables(args.num_devices, rank),
-                output.append,
-                machines,
-                _STALL_SECONDS,
-            )
-        except UserError as error:
-            yield _BAD, "network", str(error)
-            return
-    lines = "".join(output).splitlines()
+        backend.prepare_ranks()
+        code = launch(
+            command,
+            args.num_devices,
+            logs,
+            lambda rank: backend.variables(args.num_devices, rank),
+            output.append,
+            machines,
+            _STALL_SECONDS,
+        )
+    return code, "".join(output).splitlines()
+
+
+def _network(args: Any, registry: Registry) -> Iterator[Finding]:
+    """Start a rank for each device, on all machines, and measure all-reduces between them."""
+    try:
+        code, lines = start_ranks(args, registry)
+    except UserError as error:
+        yield _BAD, "network", str(error)
+        return
     if code != 0:
         yield _BAD, "network", f"the ranks ended with exit code {code}:\n" + "\n".join(lines[-20:])
         return
@@ -392,16 +410,23 @@ def network_findings(found: Any, num_ranks: int) -> Iterator[Finding]:
 
 
 def _rank(args: Any, registry: Registry) -> int:
-    """Measure the network, in one of the ranks."""
+    """Measure the network, or with --kernels check messages, in one of the ranks."""
     from llmsuite.devices.start import start_paddle
 
     backend = registry.device(args.device).factory()
     start_paddle(backend, args.num_devices, join=True)
     from llmsuite.parallel import collective
+    from llmsuite.parallel.message_checks import check_messages
     from llmsuite.parallel.network import measure
     from llmsuite.parallel.reshard_check import find_wrong_reshard
 
     backend.activate(collective.local_rank())
+    if args.kernels:
+        dtypes = [backend.parameter_dtype(precision) for precision in backend.precisions_of(trains=True)]
+        results = check_messages(args.num_devices * args.nnodes, list(dict.fromkeys(dtypes)))
+        if collective.rank() == 0:
+            print(MESSAGES + json.dumps([dataclasses.asdict(result) for result in results]), flush=True)
+        return 0
     found = measure(args.num_devices * args.nnodes)
     if collective.rank() == 0:
         print(_RESULT + json.dumps(dataclasses.asdict(found)), flush=True)

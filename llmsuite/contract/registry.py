@@ -193,7 +193,7 @@ class Registry:
         return DeviceSpec(name=name, help=vendor.help, factory=lambda: backend_of(vendor))
 
     def device(self, name: str) -> DeviceSpec:
-        """As `find_device`. Raises UserError if there is none."""
+        """Return the device of a name, see `find_device`. Raises UserError if there is none."""
         found = self.find_device(name)
         if found is None:
             raise UserError(self.unknown("device", name))

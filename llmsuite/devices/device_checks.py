@@ -38,7 +38,7 @@ class DeviceCheck:
 
     name: str
     breaks: str
-    """What goes wrong in llmsuite on a device that fails."""
+    """Description of what goes wrong in llmsuite on a device that fails."""
     run: Callable[[DeviceBackend], None]
     """Raises AssertionError, with what was found, or any error of Paddle's."""
     is_fatal: bool = True
@@ -116,7 +116,7 @@ def _seeded(backend: DeviceBackend) -> None:
     paddle.seed(3)
     again = array_of(paddle.randn([64]))
     assert np.array_equal(first, again), "paddle.seed(3) gives other numbers the second time"
-    assert not np.array_equal(first, array_of(paddle.randn([64]))), "the same numbers are drawn again and again"
+    assert not np.array_equal(first, array_of(paddle.randn([64]))), "the same numbers come again and again"
 
 
 def _random_state(backend: DeviceBackend) -> None:
@@ -126,7 +126,7 @@ def _random_state(backend: DeviceBackend) -> None:
     first = array_of(paddle.randn([64]))
     paddle.set_rng_state(state)
     again = array_of(paddle.randn([64]))
-    assert np.array_equal(first, again), "other numbers are drawn after paddle.set_rng_state"
+    assert np.array_equal(first, again), "other numbers come after paddle.set_rng_state"
 
 
 def _full_float32(backend: DeviceBackend) -> None:

@@ -34,7 +34,7 @@ class Vendor:
     install: str
     """Command that installs the plug-in."""
     visible_devices: tuple[str, ...] = ()
-    """As `DeviceBackend.visible_devices`."""
+    """Value of `DeviceBackend.visible_devices`."""
 
 
 def _package(name: str, directory: str) -> str:

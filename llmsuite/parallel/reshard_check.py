@@ -11,7 +11,7 @@ from llmsuite.parallel import collective
 
 
 def find_wrong_reshard(num_ranks: int) -> str | None:
-    """What is wrong with placements, in one line; None if nothing is. All ranks call it."""
+    """The first wrong placement or gradient, in one line; None if there is none. All ranks call it."""
     mesh = dist.ProcessMesh(list(range(num_ranks)), ["tp"])
     values = np.arange(4 * num_ranks * num_ranks, dtype="float32").reshape(2 * num_ranks, 2 * num_ranks)
     wrong = None

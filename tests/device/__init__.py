@@ -28,7 +28,7 @@ Environment variables, each with its default:
 | `SIM_PATIENCE=120` | seconds after which a rank that waits for others ends |
 | `SIM_DEVICES=8` | number of devices |
 
-A build with `SIM_LEAVES_OUT`, a regular expression of names, lacks those kernels, as plug-ins of vendors do: Paddle then
+A build with `SIM_LEAVES_OUT`, a regular expression of names, lacks those kernels, as plug-ins do: Paddle then
 computes on the host, and what it writes in place on a view is lost.
 
 In the error, an operation is named with its number on its stream; stream 1 is Paddle's own for kernels.

@@ -34,7 +34,7 @@ def test_a_write_that_is_lost_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_random_states_that_have_no_effect_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     state = next(check for check in CHECKS if check.name == "random state")
     monkeypatch.setattr(paddle, "set_rng_state", lambda state: None)
-    assert found_wrong(state, CpuBackend()) == "other numbers are drawn after paddle.set_rng_state"
+    assert found_wrong(state, CpuBackend()) == "other numbers come after paddle.set_rng_state"
 
 
 def test_missing_kernels_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
