@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from llmsuite import __version__
 from llmsuite.base.errors import UserError
@@ -24,6 +24,7 @@ from llmsuite.base.locks import scratch_directory
 from llmsuite.base.safe_files import is_dir
 from llmsuite.cli.doctor_checks import CHECKS_FILE, check_device, device_findings
 from llmsuite.cli.doctor_kernels import MESSAGES, show_kernels
+from llmsuite.cli.first_day import first_day
 from llmsuite.contract.registry import Registry
 from llmsuite.contract.schema.recipe import LaunchSection
 from llmsuite.contract.specs import Command
@@ -60,6 +61,12 @@ def add_arguments(parser: Any) -> None:
         action="store_true",
         help="only compare every operation with its plain form on the host; above 1 device messages too",
     )
+    parser.add_argument(
+        "--first-day",
+        type=str | None,
+        help="train, resume and serve a small model, compare with numbers of a CPU, and write all results to this file",
+    )
+    parser.add_argument("--size", type=Literal["tiny", "135m"], default="135m", help="with --first-day: its model")
     parser.add_argument("--ops", action="store_true", help="only show the kernel of each operation on this device")
     parser.add_argument(
         "--nnodes", type=PositiveInt, default=1, help="number of machines; start the same command on each"
@@ -84,6 +91,8 @@ def run(args: Any, registry: Registry) -> int:
         return _rank(args, registry)
     if CHECKS_FILE in os.environ:
         return check_device(registry.device(args.device).factory(), Path(os.environ[CHECKS_FILE]))
+    if args.first_day is not None:
+        return first_day(args.first_day, args.size, args.device, registry)
     if args.kernels:
         return show_kernels(args, registry, start_ranks)
     if args.ops:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 _DTYPES = {
     "float": "float32",
@@ -18,6 +19,7 @@ def kernel_dtypes(operation: str, device: str) -> set[str]:
     Paddle does not know the operation. Without a kernel Paddle computes on the CPU."""
     from paddle.base import core
 
-    keys = core._get_all_register_op_kernels("phi").get(operation, ())
+    registered: Any = core._get_all_register_op_kernels  # type: ignore[attr-defined]
+    keys = registered("phi").get(operation, ())
     found = (match.groups() for match in map(_KEY.search, keys) if match is not None)
     return {_DTYPES.get(dtype, dtype) for dtype, place in found if place == device}

@@ -108,3 +108,30 @@ def test_the_doctor_names_what_a_device_loses(runner: Runner) -> None:
     assert "ok    view, scale_" in printed, printed
     assert "ok    random state" in printed, printed
     assert "no kernel in float32 add" in printed, printed
+
+
+def test_kernels_and_messages_of_the_device(runner: Runner) -> None:
+    """Every operation forward and backward, and all messages of two ranks, by Paddle's name of the device alone."""
+    process = runner.start(
+        "doctor", "--kernels", "--device=sim", "--num_devices=2", CUSTOM_DEVICE_ROOT=str(library_directory())
+    )
+    printed, _ = process.communicate()
+    assert process.returncode == 0, printed
+    assert printed.splitlines()[-1] == "ok    all of sim"
+    for words in ("sim, bf16", "sim, fp16", "attention       head 192, documents", "pipeline, 1F1B  float16   right"):
+        assert words in printed, printed
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_the_first_day(runner: Runner, device: str) -> None:
+    file = runner.directory / f"day-{device}.json"
+    process = runner.start(
+        "doctor", f"--first-day={file}", "--size=tiny", f"--device={device}",
+        CUSTOM_DEVICE_ROOT=str(library_directory()),
+    )  # fmt: skip
+    printed, _ = process.communicate()
+    assert process.returncode == 0, printed
+    acts = {act["name"]: act for act in json.loads(file.read_text())["acts"]}
+    assert {"sft", "sft-bf16", "dpo", "pipeline", "program", "resume", "serve"} <= acts.keys()
+    assert all(act["problems"] == [] for act in acts.values())
+    assert acts["resume"]["losses"] == acts["sft"]["losses"]
