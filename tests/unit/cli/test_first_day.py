@@ -66,7 +66,7 @@ def test_a_loss_beyond_rounding_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("precision", EPSILON)
 def test_the_guide_has_the_limits(precision: str) -> None:
     text = (ROOT / "docs" / "guide" / "devices.md").read_text(encoding="utf-8")
-    assert f"{loss_limit(precision, 1):.1e}" in text.replace("\n", " ")
+    assert f"{loss_limit(precision, 1):.1e}".replace("e-0", "e-") in text
     assert loss_limit(precision, 2) == loss_limit(precision, 1) * (10 if precision == "fp32" else 4)
 
 
