@@ -15,13 +15,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from llmsuite import __version__
 from llmsuite.base.errors import UserError
 from llmsuite.base.extras import install_command
 from llmsuite.base.locks import scratch_directory
 from llmsuite.base.safe_files import is_dir
+from llmsuite.cli.doctor_checks import CHECKS_FILE, check_device, device_findings
+from llmsuite.cli.doctor_kernels import MESSAGES, show_kernels
+from llmsuite.cli.first_day import first_day
 from llmsuite.contract.registry import Registry
 from llmsuite.contract.schema.recipe import LaunchSection
 from llmsuite.contract.specs import Command
@@ -39,6 +42,7 @@ _SLOW_PAIR = 1 / 3
 _STALL_SECONDS = 60.0
 _CHECK_SECONDS = 300.0
 _RESULT = "network: "
+_RESHARD = "reshard: "
 Finding = tuple[str, str, str]
 
 
@@ -52,6 +56,17 @@ def add_arguments(parser: Any) -> None:
         default=1,
         help="devices of this machine; above 1 their network is checked too",
     )
+    parser.add_argument(
+        "--kernels",
+        action="store_true",
+        help="only compare every operation with its plain form on the host; above 1 device messages too",
+    )
+    parser.add_argument(
+        "--first-day",
+        type=str | None,
+        help="train, resume and serve a small model, compare with numbers of a CPU, and write all results to this file",
+    )
+    parser.add_argument("--size", type=Literal["tiny", "135m"], default="135m", help="with --first-day: its model")
     parser.add_argument("--ops", action="store_true", help="only show the kernel of each operation on this device")
     parser.add_argument(
         "--nnodes", type=PositiveInt, default=1, help="number of machines; start the same command on each"
@@ -74,6 +89,12 @@ def run(args: Any, registry: Registry) -> int:
         raise UserError(f"--{key}: {message}")
     if is_worker() and not is_worker_of_others():
         return _rank(args, registry)
+    if CHECKS_FILE in os.environ:
+        return check_device(registry.device(args.device).factory(), Path(os.environ[CHECKS_FILE]))
+    if args.first_day is not None:
+        return first_day(args.first_day, args.size, args.device, registry)
+    if args.kernels:
+        return show_kernels(args, registry, start_ranks)
     if args.ops:
         return _show_ops(args.device, registry)
     width = 14
@@ -87,9 +108,10 @@ def run(args: Any, registry: Registry) -> int:
 
 def _show_ops(name: str, registry: Registry) -> int:
     """Print the kernel of each operation, even for a device that this machine does not have."""
-    if name not in registry.devices:
+    device = registry.find_device(name)
+    if device is None:
         raise UserError(f"--device: {registry.unknown('device', name)}")
-    backend = registry.devices[name].factory()
+    backend = device.factory()
     from llmsuite.devices.start import start_paddle
 
     start_paddle(backend, 1)
@@ -241,10 +263,11 @@ def _pins() -> Iterator[Finding]:
 
 
 def _device(name: str, registry: Registry) -> Iterator[Finding]:
-    if name not in registry.devices:
+    device = registry.find_device(name)
+    if device is None:
         yield _BAD, "device", registry.unknown("device", name)
         return
-    backend = registry.devices[name].factory()
+    backend = device.factory()
     for key, value in backend.environment(1).items():
         yours = os.environ.get(key)
         shown = f"{value} (set by llmsuite)" if yours is None else f"{yours} (set by you)"
@@ -280,6 +303,7 @@ def _device(name: str, registry: Registry) -> Iterator[Finding]:
 
         backend.activate(0)
         yield _OK, "matrix product", f"{_gflops(matmul, 'float32'):.0f} GFLOP/s in float32"
+        yield from device_findings(backend)
         yield run_check({**os.environ, **backend.environment(1)})
 
 
@@ -317,34 +341,44 @@ def _gflops(matmul: Callable[[Any, Any, bool, bool], Any], dtype: str) -> float:
     return 2 * size**3 / min(seconds) / 1e9
 
 
-def _network(args: Any, registry: Registry) -> Iterator[Finding]:
-    """Start a rank for each device, on all machines, and measure all-reduces between them."""
+def start_ranks(args: Any, registry: Registry, *words: str) -> tuple[int, list[str]]:
+    """Start a rank of this command for each device, on all machines. Returns the exit code, and the lines that were
+    printed.
+
+    Raises:
+        UserError: the ranks cannot be started.
+    """
     from llmsuite.launch.launch import launch
     from llmsuite.launch.machines import Machines
 
-    backend = registry.devices[args.device].factory()
+    backend = registry.device(args.device).factory()
     output: list[str] = []
-    command = [sys.executable, "-m", "llmsuite", "doctor", f"--device={args.device}"]
+    command = [sys.executable, "-m", "llmsuite", "doctor", f"--device={args.device}", *words]
     command += [f"--num_devices={args.num_devices}", f"--nnodes={args.nnodes}", f"--node_rank={args.node_rank}"]
     if args.master:
         command.append(f"--master={args.master}")
     machines = Machines(args.node_rank, args.nnodes, args.master or "", f"doctor {args.num_devices}")
     with scratch_directory() as logs:
-        try:
-            backend.prepare_ranks()
-            code = launch(
-                command,
-                args.num_devices,
-                logs,
-                lambda rank: backend.variables(args.num_devices, rank),
-                output.append,
-                machines,
-                _STALL_SECONDS,
-            )
-        except UserError as error:
-            yield _BAD, "network", str(error)
-            return
-    lines = "".join(output).splitlines()
+        backend.prepare_ranks()
+        code = launch(
+            command,
+            args.num_devices,
+            logs,
+            lambda rank: backend.variables(args.num_devices, rank),
+            output.append,
+            machines,
+            _STALL_SECONDS,
+        )
+    return code, "".join(output).splitlines()
+
+
+def _network(args: Any, registry: Registry) -> Iterator[Finding]:
+    """Start a rank for each device, on all machines, and measure all-reduces between them."""
+    try:
+        code, lines = start_ranks(args, registry)
+    except UserError as error:
+        yield _BAD, "network", str(error)
+        return
     if code != 0:
         yield _BAD, "network", f"the ranks ended with exit code {code}:\n" + "\n".join(lines[-20:])
         return
@@ -353,6 +387,9 @@ def _network(args: Any, registry: Registry) -> Iterator[Finding]:
         return
     (result,) = (line.removeprefix(_RESULT) for line in lines if line.startswith(_RESULT))
     yield from network_findings(json.loads(result), args.num_devices * args.nnodes)
+    for line in lines:
+        if line.startswith(_RESHARD):
+            yield _reshard_finding(json.loads(line.removeprefix(_RESHARD)))
 
 
 def network_findings(found: Any, num_ranks: int) -> Iterator[Finding]:
@@ -382,19 +419,37 @@ def network_findings(found: Any, num_ranks: int) -> Iterator[Finding]:
 
 
 def _rank(args: Any, registry: Registry) -> int:
-    """Measure the network, in one of the ranks."""
+    """Measure the network, or with --kernels check messages, in one of the ranks."""
     from llmsuite.devices.start import start_paddle
 
-    backend = registry.devices[args.device].factory()
+    backend = registry.device(args.device).factory()
     start_paddle(backend, args.num_devices, join=True)
     from llmsuite.parallel import collective
+    from llmsuite.parallel.message_checks import check_messages
     from llmsuite.parallel.network import measure
+    from llmsuite.parallel.reshard_check import find_wrong_reshard
 
     backend.activate(collective.local_rank())
+    if args.kernels:
+        dtypes = [backend.parameter_dtype(precision) for precision in backend.precisions_of(trains=True)]
+        results = check_messages(args.num_devices * args.nnodes, list(dict.fromkeys(dtypes)))
+        if collective.rank() == 0:
+            print(MESSAGES + json.dumps([dataclasses.asdict(result) for result in results]), flush=True)
+        return 0
     found = measure(args.num_devices * args.nnodes)
     if collective.rank() == 0:
         print(_RESULT + json.dumps(dataclasses.asdict(found)), flush=True)
+    wrong = find_wrong_reshard(args.num_devices * args.nnodes)
+    if collective.rank() == 0:
+        print(_RESHARD + json.dumps(wrong), flush=True)
     return 0
+
+
+def _reshard_finding(wrong: str | None) -> Finding:
+    """The finding from the placements of distributed tensors."""
+    if wrong is None:
+        return _OK, "reshard", "distributed tensors get every placement, and their gradients are added"
+    return _WARN, "reshard", f"{wrong}; tensor parallelism would fail or be wrong on this device"
 
 
 def _plugins(registry: Registry) -> Iterator[Finding]:

@@ -135,9 +135,7 @@ def _is_first_rank() -> bool:
 
 def _start(args: Any, registry: Registry, num_ranks: int = 1) -> DeviceBackend:
     """Start Paddle, as a single process or one of several ranks, on a device that Paddle Inference supports."""
-    if args.device not in registry.devices:
-        raise UserError(registry.unknown("device", args.device))
-    backend: DeviceBackend = registry.devices[args.device].factory()
+    backend: DeviceBackend = registry.device(args.device).factory()
     from llmsuite.devices.start import start_paddle
     from llmsuite.inference.exported_readme import predictor_calls
 

@@ -9,10 +9,11 @@ from typing import Any, Literal
 
 from llmsuite.base.errors import UserError
 from llmsuite.base.resources import bundled
-from llmsuite.contract.registry import Registry
+from llmsuite.contract.registry import BUILTIN, Registry
 from llmsuite.contract.schema.chat_templates import NAMES
 from llmsuite.contract.schema.keys import walk
 from llmsuite.contract.specs import Command
+from llmsuite.devices.vendors import VENDORS
 from llmsuite.recipe.load import recipe_type
 
 _WHAT = Literal[
@@ -44,6 +45,9 @@ def run(args: Any, registry: Registry) -> int:
         }.get(args.what, args.what.removesuffix("s"))
         specs = registry.specs(kind)
         rows = [(name, spec.help, registry.owner(kind, name).distribution) for name, spec in specs.items()]
+        if args.what == "devices":
+            others = [vendor for vendor in VENDORS if vendor.name not in specs]
+            rows += [(vendor.name, f"{vendor.help}, with a plug-in for Paddle", BUILTIN) for vendor in others]
     widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows:
         print("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths)).rstrip())

@@ -57,9 +57,7 @@ def open_generator(
     Raises:
         UserError: there is no such model, device or precision.
     """
-    if args.device not in registry.devices:
-        raise UserError(registry.unknown("device", args.device))
-    backend = registry.devices[args.device].factory()
+    backend = registry.device(args.device).factory()
     stored = stored_precision(args, backend, refreshable)
     precision = "fp32" if stored else args.precision
     from llmsuite.devices.start import start_paddle
@@ -81,6 +79,7 @@ def open_generator(
     if reason := backend.unavailable(args.num_devices):
         raise UserError(f"--device {args.device}: {reason}")
     backend.activate(collective.local_rank())
+    backend.check_precision(precision)
     mesh = collective.start(settle_degrees(args))
     decoder: Decoder
     models: tuple[Path, ...]
@@ -140,8 +139,8 @@ def check_refreshable(where: Path, source: ModelDirectory) -> None:
 def check_ranks(args: Any, registry: Registry) -> None:
     """Raise UserError for a precision or a number of ranks that ranks would refuse, before they are started. It does
     not import Paddle; for files without a config.json the ranks check it themselves."""
-    if args.device in registry.devices:
-        stored_precision(args, registry.devices[args.device].factory())
+    if (device := registry.find_device(args.device)) is not None:
+        stored_precision(args, device.factory())
     if args.engine == "static":
         return
     from llmsuite.checkpoint.adapter_base import base_path

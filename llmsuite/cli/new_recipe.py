@@ -24,6 +24,7 @@ from llmsuite.contract.schema.columns import columns_of
 from llmsuite.contract.specs import ModelFamily
 from llmsuite.data.remote import is_remote
 from llmsuite.data.suggest import FIELD_MEANINGS
+from llmsuite.devices.vendors import VENDORS
 from llmsuite.recipe.new import METHODS, Choice, Method, new_recipe, stage_recipe
 from llmsuite.recipe.resolve import RunPlan, plan_run
 from llmsuite.recipe.shape import local_weights, missing_model
@@ -82,9 +83,8 @@ def _choice(args: Any, registry: Registry) -> Choice:
         data, eval_data = _ask_data(stage_recipe(stage, family.name)["data"]["train"])
     method = _method(args.method, stage, registry)
     found = _devices(registry)
-    device = _choose(
-        "device", args.device, dict.fromkeys(registry.devices, ""), found[0] if _is_interactive() else "gpu"
-    )
+    known = [*registry.devices, *(vendor.name for vendor in VENDORS if vendor.name not in registry.devices)]
+    device = _choose("device", args.device, dict.fromkeys(known, ""), found[0] if _is_interactive() else "gpu")
     default_count = found[1] if device == found[0] else 1
     num_devices = args.num_devices or _ask_number("num_devices, of all machines", default_count)
     if method != "full" and stage == "sft":

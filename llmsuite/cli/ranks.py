@@ -47,9 +47,7 @@ def settle_degrees(args: Any) -> Degrees:
 
 def launch_ranks(args: Any, registry: Registry) -> int:
     """Start this command once per rank, and wait for the end."""
-    if args.device not in registry.devices:
-        raise UserError(registry.unknown("device", args.device))
-    backend = registry.devices[args.device].factory()
+    backend = registry.device(args.device).factory()
     from llmsuite.launch.launch import launch
 
     backend.prepare_ranks()

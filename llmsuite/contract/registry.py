@@ -47,6 +47,7 @@ from llmsuite.contract.specs import (
     SuiteSpec,
 )
 from llmsuite.devices.device_kernels import DEVICE_KERNELS, DeviceKernels
+from llmsuite.devices.vendors import backend_of, find_vendor
 from llmsuite.models.adapter_method import METHODS, AdapterMethod
 
 GROUP = "llmsuite"
@@ -181,6 +182,23 @@ class Registry:
                 found.setdefault(stage.row_kind, []).append(stage.name)
         return found
 
+    def find_device(self, name: str) -> DeviceSpec | None:
+        """Return a registered device, or the accelerator of a vendor (`llmsuite.devices.vendors`), which needs no
+        registration; None for any other name. A plugin's device takes precedence over the vendor's."""
+        if name in self.devices or ("device", name) in self._withdrawn:
+            return self.devices.get(name)
+        vendor = find_vendor(name)
+        if vendor is None:
+            return None
+        return DeviceSpec(name=name, help=vendor.help, factory=lambda: backend_of(vendor))
+
+    def device(self, name: str) -> DeviceSpec:
+        """Return the device of a name, see `find_device`. Raises UserError if there is none."""
+        found = self.find_device(name)
+        if found is None:
+            raise UserError(self.unknown("device", name))
+        return found
+
     def owner(self, kind: str, name: str) -> PluginInfo:
         """Return the plugin that registered a name."""
         return self._owners[kind, name]
@@ -277,7 +295,7 @@ class Registry:
         """Withdraw kernels for a device that is not registered, and report it as the error of their plugin. Called when
         all plugins are loaded: the device may be in a later one."""
         for name, kernels in list(self.kernels.items()):
-            if kernels.device not in self.devices:
+            if self.find_device(kernels.device) is None:
                 info = self.owner("kernels", name)
                 info.error = f"device of kernels {name!r}: {self.unknown('device', kernels.device)}"
                 self.withdraw("kernels", name, info.error)

@@ -90,6 +90,11 @@ class DeviceBackend(abc.ABC):
     """True where one executor runs all jobs of such a program, in Paddle's order: jobs on several streams wait for
     events of each other, which an executor only finds among its own. False where each job has an executor of its own,
     which takes less host memory, see `llmsuite.parallel.program.jobs`."""
+    accumulates_distributed_gradients: ClassVar[bool] = True
+    """True where Paddle adds a second gradient of a distributed tensor to the first one, as tensor parallelism in
+    float32 needs; with 16-bit parameters the engine adds gradients itself."""
+    runs_step_programs_on_ranks: ClassVar[bool] = True
+    """True where several ranks may run the static program of a full step (`engine.program: step`)."""
     can_offload: ClassVar[bool] = True
     """True where `to_host` frees device memory; False where tensors are already in host memory."""
 
@@ -301,6 +306,10 @@ class DeviceBackend(abc.ABC):
     def activate(self, local_rank: int) -> None:
         """Make this rank's device the current one, before any tensor is on a device: the device that its launcher has
         selected (see `selected`), else the one with the index of its local rank."""
+
+    def check_precision(self, precision: str) -> None:  # noqa: B027  (most devices have all that they name)
+        """Raise UserError if the current device cannot compute in a precision of `precisions`, which some devices say
+        only when they are there. Called after `activate`."""
 
     @abc.abstractmethod
     def peak_memory_bytes(self) -> int:

@@ -1,5 +1,5 @@
-"""Base class for devices of Paddle's CustomDevice interface: accelerators whose vendors give a plug-in to Paddle, such
-as npu, mlu, gcu or iluvatar_gpu. A plugin of llmsuite derives a backend from it and registers it.
+"""Devices of Paddle's CustomDevice interface: accelerators whose vendors give a plug-in to Paddle, such as npu, mlu or
+gcu. `llmsuite.devices.vendors` has their names. A plugin of llmsuite may derive its own backend.
 
 No such accelerator has run llmsuite yet; the tests run this class on a simulated one, see `tests.device`.
 """
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmsuite.devices.base import DeviceBackend, selected
+from llmsuite.base.errors import UserError
+from llmsuite.devices.base import PADDLE_DTYPE, DeviceBackend, selected
+from llmsuite.devices.registered_kernels import kernel_dtypes
 
 
 class CustomBackend(DeviceBackend):
@@ -16,6 +18,9 @@ class CustomBackend(DeviceBackend):
 
     collectives = "xccl"
     precisions = ("fp32", "bf16", "fp16")
+    # Paddle 3.3.1 has these for CPU, CUDA and XPU only
+    accumulates_distributed_gradients = False
+    runs_step_programs_on_ranks = False
 
     @property
     def _selected(self) -> str:
@@ -52,6 +57,16 @@ class CustomBackend(DeviceBackend):
         import paddle
 
         paddle.set_device(f"{self.name}:{selected(self._selected, local_rank)}")
+
+    def check_precision(self, precision: str) -> None:
+        dtype = PADDLE_DTYPE[precision]
+        found = kernel_dtypes("matmul", self.name)
+        if found and dtype not in found:  # a plug-in that registers none may compute in its own way
+            able = [name for name in self.precisions if PADDLE_DTYPE[name] in found]
+            raise UserError(
+                f"precision {precision}: the plug-in for device {self.name} has no matrix product in {dtype}; "
+                f"use {' or '.join(able)}"
+            )
 
     def peak_memory_bytes(self) -> int:
         import paddle

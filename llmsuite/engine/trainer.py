@@ -125,6 +125,7 @@ class Trainer:
         # device
         self.backend = backend = plan.parallel.device.factory()
         backend.activate(collective.local_rank())
+        backend.check_precision(precision)
 
         # mesh
         self.mesh = mesh = collective.start(plan.parallel.degrees)

@@ -210,7 +210,7 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
             seed=recipe.seed,
         ),
         data=_data_plan(recipe, stage),
-        parallel=parallel_plan_of(recipe, stage, registry.devices[recipe.device], degrees),
+        parallel=parallel_plan_of(recipe, stage, registry.device(recipe.device), degrees),
         train=_train_plan(recipe, stage, registry, teacher),
         output_dir=Path(recipe.output_dir),
     )
@@ -285,11 +285,12 @@ def _model_type(config: Any, family: ModelFamily, registry: Registry) -> Iterato
 
 
 def _registered_names(recipe: Recipe, registry: Registry) -> Iterator[Violation]:
-    if recipe.device not in registry.devices:
+    device = registry.find_device(recipe.device)
+    if device is None:
         yield "device", registry.unknown("device", recipe.device)
-    elif recipe.launch.devices is not None and not registry.devices[recipe.device].factory().visible_devices:
+    elif recipe.launch.devices is not None and not device.factory().visible_devices:
         yield "launch.devices", f"{recipe.device} has no numbered devices; set launch.num_devices instead"
-    elif recipe.engine.deterministic and registry.devices[recipe.device].factory().deterministic_flags is None:
+    elif recipe.engine.deterministic and device.factory().deterministic_flags is None:
         message = f"{recipe.device} cannot be made deterministic to the last bit; set it to false"
         yield "engine.deterministic", message
     yield from _format_problems(recipe, registry)
@@ -351,9 +352,11 @@ def _names_problems(family: ModelFamily, registry: Registry) -> Iterator[Violati
 def _backend_of(loaded: LoadedRecipe, registry: Registry) -> DeviceBackend | None:
     """Return the backend of the device; None for an unknown device. Raises RecipeError if the factory returns another
     type."""
-    device = registry.devices.get(loaded.recipe.device)
-    backend = None if device is None else device.factory()
-    if device is None or isinstance(backend, DeviceBackend):
+    device = registry.find_device(loaded.recipe.device)
+    if device is None:
+        return None
+    backend = device.factory()
+    if isinstance(backend, DeviceBackend):
         return backend
     base = f"{DeviceBackend.__module__}.{DeviceBackend.__name__}"
     message = f"the factory of {device.name!r} returned {backend!r}; it has to return an object derived from {base}"

@@ -52,6 +52,7 @@ def work(plan: RunPlan, registry: Registry, resume: bool) -> int:
     section: InferSection = plan.train.stage_section
     backend = plan.parallel.device.factory()
     backend.activate(collective.local_rank())
+    backend.check_precision(recipe.engine.precision)
     is_first = collective.rank() == 0
     lock = None
     if is_first:

@@ -28,6 +28,9 @@ Environment variables, each with its default:
 | `SIM_PATIENCE=120` | seconds after which a rank that waits for others ends |
 | `SIM_DEVICES=8` | number of devices |
 
+A build with `SIM_LEAVES_OUT`, a regular expression of names, lacks those kernels, as plug-ins do: Paddle then
+computes on the host, and what it writes in place on a view is lost.
+
 In the error, an operation is named with its number on its stream; stream 1 is Paddle's own for kernels.
 
 It cannot be in a process that Paddle is already imported in, nor in forks of one that uses it.
@@ -35,6 +38,7 @@ It cannot be in a process that Paddle is already imported in, nor in forks of on
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from pathlib import Path
@@ -57,9 +61,10 @@ _LIBRARY = CppLibrary(
 
 
 @functools.cache
-def library_directory() -> Path:
-    """A directory with the library and no other, as Paddle loads all that it finds; builds it if it is not there."""
-    library = build_library(_LIBRARY)
+def library_directory(leaves_out: str = "") -> Path:
+    """A directory with the library and no other, as Paddle loads all that it finds; builds it if it is not there.
+    `leaves_out` is a regular expression of kernels that it lacks."""
+    library = build_library(_LIBRARY if not leaves_out else _without(leaves_out))
     directory = library.with_suffix("")
     directory.mkdir(exist_ok=True, mode=0o700)
     link = directory / "libsim.so"
@@ -68,6 +73,10 @@ def library_directory() -> Path:
         own.symlink_to(Path("..") / library.name)  # the cache may be reached by a path of the session
         own.replace(link)  # at once: several processes may do so
     return directory
+
+
+def _without(kernels: str) -> CppLibrary:
+    return dataclasses.replace(_LIBRARY, options=(*_LIBRARY.options, f'-DSIM_LEAVES_OUT="{kernels}"'))
 
 
 class SimBackend(CustomBackend):

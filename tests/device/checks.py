@@ -180,10 +180,15 @@ CHECKS: dict[str, Callable[[], None]] = {
 }
 
 
-def _wrong(check: Callable[[], None]) -> str | None:
+def paddle_is_done() -> None:
+    """Wait for all streams: memory of the check before may be used again."""
     import paddle
 
-    paddle.device.synchronize()  # memory of the check before may be used again
+    paddle.device.synchronize()
+
+
+def _wrong(check: Callable[[], None]) -> str | None:
+    paddle_is_done()
     try:
         check()
     except Exception:
@@ -192,12 +197,18 @@ def _wrong(check: Callable[[], None]) -> str | None:
 
 
 def main(file: str) -> None:
-    """Run all checks."""
+    """Run all checks, then those of `llmsuite doctor`."""
     start_paddle(BACKEND, 1)
     reason = BACKEND.unavailable(1)
     assert reason is None, reason
     BACKEND.activate(0)
-    Path(file).write_text(json.dumps({name: _wrong(check) for name, check in CHECKS.items()}), encoding="utf-8")
+    found = {name: _wrong(check) for name, check in CHECKS.items()}
+    from llmsuite.devices import device_checks
+
+    for check in device_checks.CHECKS:
+        paddle_is_done()
+        found[check.name] = device_checks.found_wrong(check, BACKEND)
+    Path(file).write_text(json.dumps(found), encoding="utf-8")
 
 
 if __name__ == "__main__":

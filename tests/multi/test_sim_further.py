@@ -74,3 +74,43 @@ def test_paddle_gives_memory_of_programs_back_too_early(fast: bool) -> None:
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert (run.returncode == 0) == (not fast), run.stderr
     assert ("not ordered: copy to device" in run.stderr) == fast, run.stderr
+
+
+def test_the_doctor_names_what_a_device_loses(runner: Runner) -> None:
+    """A build without the kernel that adds, as a plug-in of a vendor may be; it needs no plugin of llmsuite. Paddle
+    adds on the host, and the result is not written where it belongs."""
+    process = runner.start("doctor", "--device=sim", CUSTOM_DEVICE_ROOT=str(library_directory("add|add_grad")))
+    printed, _ = process.communicate()
+    assert process.returncode == 2, printed
+    bad = [line for line in printed.splitlines() if line.startswith("BAD")]
+    assert any("view, add_" in line and "gradients of ranks and micro-batches are lost" in line for line in bad), bad
+    assert "ok    view, scale_" in printed, printed
+    assert "ok    random state" in printed, printed
+    assert "no kernel in float32 add" in printed, printed
+
+
+def test_kernels_and_messages_of_the_device(runner: Runner) -> None:
+    """Every operation forward and backward, and all messages of two ranks, by Paddle's name of the device alone."""
+    process = runner.start(
+        "doctor", "--kernels", "--device=sim", "--num_devices=2", CUSTOM_DEVICE_ROOT=str(library_directory())
+    )
+    printed, _ = process.communicate()
+    assert process.returncode == 0, printed
+    assert printed.splitlines()[-1] == "ok    all of sim"
+    for words in ("sim, bf16", "sim, fp16", "attention       head 192, documents", "pipeline, 1F1B  float16   right"):
+        assert words in printed, printed
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_the_first_day(runner: Runner, device: str) -> None:
+    file = runner.directory / f"day-{device}.json"
+    process = runner.start(
+        "doctor", f"--first-day={file}", "--size=tiny", f"--device={device}",
+        CUSTOM_DEVICE_ROOT=str(library_directory()),
+    )  # fmt: skip
+    printed, _ = process.communicate()
+    assert process.returncode == 0, printed
+    acts = {act["name"]: act for act in json.loads(file.read_text())["acts"]}
+    assert {"sft", "sft-bf16", "dpo", "pipeline", "program", "resume", "serve"} <= acts.keys()
+    assert all(act["problems"] == [] for act in acts.values())
+    assert acts["resume"]["losses"] == acts["sft"]["losses"]

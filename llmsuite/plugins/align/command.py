@@ -232,9 +232,7 @@ def _models(args: Any, registry: Registry) -> Sequence[Side]:
         raise UserError("align: A is a directory; name another as B, without recipe keys and --smoke")
     device = args.device or "cpu"
     precision = args.precision or "fp32"
-    if device not in registry.devices:
-        raise UserError(registry.unknown("device", device))
-    backend = registry.devices[device].factory()
+    backend = registry.device(device).factory()
     from llmsuite.devices.start import start_paddle
 
     start_paddle(backend, 1)

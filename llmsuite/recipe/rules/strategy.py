@@ -248,6 +248,26 @@ def _would_hang(context: RuleContext) -> Iterator[Violation]:
         )
 
 
+def _not_on_this_device(context: RuleContext) -> Iterator[Violation]:
+    backend = context.backend
+    if backend is None:
+        return
+    tp = context.recipe.parallel.tensor_parallel_degree
+    if tp > 1 and context.recipe.engine.precision == "fp32" and not backend.accumulates_distributed_gradients:
+        yield (
+            "parallel.tensor_parallel_degree",
+            f"is {tp} with engine.precision fp32, but Paddle 3.3.1 does not add gradients of distributed tensors on "
+            f"{backend.name}; set engine.precision to bf16 or fp16, or parallel.tensor_parallel_degree to 1",
+        )
+    num_ranks = context.recipe.launch.num_devices * context.recipe.launch.nnodes
+    if num_ranks > 1 and context.recipe.engine.compiles_steps and not backend.runs_step_programs_on_ranks:
+        yield (
+            "engine.program",
+            f"is step, but Paddle 3.3.1 cannot run the program of a full step on several ranks of {backend.name}; set "
+            "it to layers, or launch.num_devices to 1",
+        )
+
+
 STRATEGY_RULES = (
     Rule(
         "degrees whose product does not divide the devices",
@@ -357,6 +377,14 @@ STRATEGY_RULES = (
         "the ranks of a pipeline would deadlock; 1F1B, FThenB and compiled layers give the same numbers",
         ("--device=xpu", "--parallel.pipeline_schedule=interleaved"),
         _would_hang,
+    ),
+    Rule(
+        "tensor parallelism in fp32, or `program: step` on several ranks, on [accelerators of vendors]"
+        "(../guide/devices.md)",
+        "Paddle 3.3.1 adds gradients of distributed tensors, and makes the communicators of such programs, on cpu, gpu "
+        "and xpu only",
+        ("--device=npu", "--engine.precision=fp32"),
+        _not_on_this_device,
     ),
 )
 """Rules between sections, the model shape and the device."""

@@ -226,5 +226,5 @@ SUMS = {
 
 
 def test_the_kernels_of_no_device(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--ops", "--device=npu"]) == 2
+    assert main(["doctor", "--ops", "--device=xpuu"]) == 2
     assert "did you mean 'xpu'" in capsys.readouterr().err

@@ -14,6 +14,7 @@ from llmsuite.base.resources import bundled
 from llmsuite.cli.main import main
 from llmsuite.contract.registry import ALLOW_LIST, BUNDLED_PLUGINS, NO_PLUGINS, Registry
 from llmsuite.contract.schema.keys import walk
+from llmsuite.devices.vendors import VENDORS
 from llmsuite.recipe.load import recipe_type
 from tests.conftest import STAGE_PLUGIN, STAGES, PluginSite
 
@@ -72,7 +73,8 @@ def test_list(run: Run, registry: Registry, what: str, kind: str) -> None:
     code, out, err = run("list", what)
     assert (code, err) == (0, "")
     rows = [line.split("  ") for line in out.splitlines()]
-    assert [row[0].strip() for row in rows] == list(registry.specs(kind))
+    vendors = [vendor.name for vendor in VENDORS] if what == "devices" else []
+    assert [row[0].strip() for row in rows] == [*registry.specs(kind), *vendors]
     owners = {row[-1].strip() for row in rows}
     assert "llmsuite (built in)" in owners
     assert owners <= {"llmsuite (built in)", "llmsuite (bundled)"}

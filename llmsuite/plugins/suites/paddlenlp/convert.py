@@ -119,7 +119,8 @@ def _stage(arguments: Arguments, name: str, registry: Registry) -> str:
 def _recipe(run: Conversion, registry: Registry) -> dict[str, Any]:
     own = content.stage_section(run)
     device = str(run.take("device") or run.arguments.device or "gpu")
-    known = registry.devices.get(device)  # an unknown device is reported when the recipe is checked
+    # an unknown device is reported when the recipe is checked
+    known = registry.find_device(device)
     supports_interleaving = known is None or known.factory().supports_interleaving
     recipe: dict[str, Any] = {
         "stage": run.stage,
