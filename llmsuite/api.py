@@ -12,9 +12,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal
 
 from typing_extensions import TypedDict, Unpack
@@ -52,6 +54,10 @@ Spec = StageSpec | JobSpec | ModelFamily | DeviceSpec | DataFormat | Exporter | 
 Plugin = str | Path | Spec | Any
 """A Python file, a spec such as a `ModelFamily`, or a module or object with hooks."""
 _TAIL_LINES = 20
+_MAX_LINE_CHARS = 1 << 16
+"""Characters of a line that are passed on together."""
+_KILLING_INTERRUPT = 3
+"""Number of the interrupt that kills the process of a run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -340,25 +346,64 @@ def _run_ranks(args: Sequence[str], plugins: Sequence[Plugin]) -> tuple[int, str
             "each rank"
         )
     last_lines: list[str] = []
-    with plugin_files(files):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "llmsuite", "run", *args],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
-            start_new_session=True,  # Ctrl-C reaches it only from here, so it gets one signal
-        )
-    assert process.stdout is not None
-    try:
-        while True:
-            try:
-                for line in process.stdout:
-                    print(line, end="", flush=True)
-                    last_lines = [*last_lines, line][-_TAIL_LINES:]
-                return process.wait(), "".join(last_lines).strip()
-            except KeyboardInterrupt:
-                process.send_signal(signal.SIGINT)  # it saves a checkpoint, and ends
-    finally:
-        if process.poll() is None:
-            process.kill()
+    with _Interrupts() as interrupts:
+        with plugin_files(files):
+            process = subprocess.Popen(
+                [sys.executable, "-m", "llmsuite", "run", *args],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                start_new_session=True,  # Ctrl-C reaches it only from here, so it gets one signal
+            )
+        interrupts.forward_to(process)
+        assert process.stdout is not None
+        try:
+            while line := process.stdout.readline(_MAX_LINE_CHARS):
+                print(line, end="", flush=True)
+                last_lines = [*last_lines, line][-_TAIL_LINES:]
+            return process.wait(), "".join(last_lines).strip()
+        finally:
+            process.stdout.close()
+            if process.poll() is None:
+                process.kill()  # its ranks end with it
+
+
+class _Interrupts:
+    """Context in which Ctrl-C, or the interrupt of a notebook, is for a process that was started: the first one stops
+    its run with a checkpoint, the second one immediately, and the third one kills it.
+
+    A KeyboardInterrupt here could be raised anywhere, such as before the process is known. In another thread than the
+    main one nothing is changed, as none is raised there.
+    """
+
+    def __init__(self) -> None:
+        """Begin with no process."""
+        self._process: subprocess.Popen[str] | None = None
+        self._pending: list[int] = []
+        self._count = 0
+        self._before: Any = None
+
+    def __enter__(self) -> _Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+    def forward_to(self, process: subprocess.Popen[str]) -> None:
+        """Forward interrupts to a process, those that have come before included."""
+        self._process = process
+        self._send()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._pending.append(number)
+        self._send()
+
+    def _send(self) -> None:
+        while self._process is not None and self._pending:
+            number = self._pending.pop()
+            self._count += 1
+            self._process.send_signal(number if self._count < _KILLING_INTERRUPT else signal.SIGKILL)

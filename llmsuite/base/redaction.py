@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import urllib.parse
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import IO, Any, TextIO
 
 _URL = re.compile(
@@ -34,6 +34,12 @@ _PARAMETER = re.compile(r"(?i)key|token|sig|secret|passw|credential|auth|code")
 _RANDOM = re.compile(r"(?=.*[0-9])(?=.*[A-Za-z])[\w%~+=-]{16,}")
 """A value that looks like a key, with any name of its parameter."""
 _HIDDEN = "***"
+_AFTER_URL = tuple(" \t\r\n\"'<>")
+"""Characters that end a URL."""
+_MAX_URL_CHARS = 1 << 16
+"""Characters of a URL that are held until its end is written."""
+_MAX_SHOWN_CHARS = 3
+"""Characters of the begin of a secret that may be shown when a stream is flushed."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
@@ -43,6 +49,10 @@ class Secrets:
     def __init__(self) -> None:
         self._values: set[str] = set()
         self._pattern: re.Pattern[str] | None = None
+        self._by_first: dict[str, list[str]] = {}
+        """The values that begin with a character."""
+        self._longest = 0
+        """Characters of the longest value."""
 
     def add(self, value: str) -> None:
         """Add a secret, in its plain and URL-quoted forms. A word of less than 6 letters, or of less than 8 lower-case
@@ -58,6 +68,9 @@ class Secrets:
             self._values |= new
             longest_first = sorted(self._values, key=len, reverse=True)
             self._pattern = re.compile("|".join(map(re.escape, longest_first)))
+            self._longest = len(longest_first[0])
+            for form in new:
+                self._by_first.setdefault(form[0], []).append(form)
 
     def add_url(self, url: str) -> None:
         """Add the secrets in the URLs of a text."""
@@ -110,6 +123,22 @@ class Secrets:
             return text
         return self._pattern.sub(_HIDDEN, text)
 
+    def unfinished(self, text: str) -> int:
+        """The index from which on the end of a text may be the begin of an added value; the length of the text if it is
+        not."""
+        for i in range(max(0, len(text) - self._longest + 1), len(text)):
+            end = text[i:]
+            if any(len(value) > len(end) and value.startswith(end) for value in self._by_first.get(text[i], ())):
+                return self.outside(text, i)
+        return len(text)
+
+    def outside(self, text: str, index: int) -> int:
+        """The index, or the begin of the added value that it is within."""
+        for found in self._pattern.finditer(text) if self._pattern is not None else ():
+            if found.start() < index < found.end():
+                return found.start()
+        return index
+
 
 SECRETS = Secrets()
 """The secrets of this process."""
@@ -149,6 +178,18 @@ def redacted(text: str) -> str:
     if "://" in text:
         text = _URL.sub(url, text)
     return _PATH.sub(path, text) if "?" in text else text
+
+
+def unfinished(text: str) -> int:
+    """The index from which on the end of a text may be a part of a secret, or of a URL, that is continued."""
+    begin = SECRETS.unfinished(text)
+    word = max(map(text.rfind, _AFTER_URL)) + 1
+    at = text.find("://", word)
+    if at >= 0 and len(text) - at < _MAX_URL_CHARS:
+        while at > word and (text[at - 1].isalnum() or text[at - 1] in "_+.-"):
+            at -= 1
+        begin = min(begin, at)
+    return SECRETS.outside(text, begin)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -202,21 +243,51 @@ def _is_secret(key: Any, value: Any) -> bool:
 
 
 class FilteredStream(io.TextIOWrapper):
-    """A text stream whose output passes through a filter."""
+    """A text stream without the secrets of this process, also where a secret is written in several parts.
 
-    def __init__(self, stream: IO[bytes], redact_text: Callable[[str], str], **options: Any):
+    The end of a text that may be the begin of a secret is held until the next text, or the end of the stream, shows
+    what it is.
+    """
+
+    def __init__(self, stream: IO[bytes], hides_urls: bool, **options: Any):
         """
         Args:
             stream: to write to.
-            redact_text: the filter, from a text to what is written of it.
+            hides_urls: True to hide passwords and values in all URLs, as `redacted`; False for a stream of results, in
+                which only secrets that are known by value are hidden.
             options: of TextIOWrapper.
         """
         super().__init__(stream, **options)
-        self._redact_text = redact_text
+        self._redact_text = redacted if hides_urls else SECRETS.redact
+        self._unfinished = unfinished if hides_urls else SECRETS.unfinished
+        self._held = ""
+        self._shown = ""
+        """The begin of the held text that is written already."""
 
     def write(self, text: str) -> int:
-        super().write(self._redact_text(text))
+        whole = self._held + text
+        shown = self._shown
+        end = self._unfinished(whole)
+        self._held = whole[end:]
+        self._shown = shown[end:]
+        if end > len(shown):
+            super().write(self._redact_text(whole[:end]).removeprefix(shown))
         return len(text)
+
+    def flush(self) -> None:
+        # a few characters, such as those of a word that is printed in parts, tell nothing of a secret
+        if self._held and not self._shown and len(self._held) <= _MAX_SHOWN_CHARS:
+            self._shown = self._held
+            super().write(self._held)
+        super().flush()
+
+    def close(self) -> None:
+        if self._held and not self._shown and not self.closed:
+            held, self._held = self._held, ""
+            text = self._redact_text(held)
+            begin = SECRETS.unfinished(text)
+            super().write(text if begin == len(text) else text[:begin] + _HIDDEN)
+        super().close()
 
 
 def install_redaction(words: Iterable[str]) -> None:
@@ -225,11 +296,11 @@ def install_redaction(words: Iterable[str]) -> None:
     value are removed."""
     SECRETS.add_words(words)
     SECRETS.add_variables(os.environ)
-    sys.stdout = _filtered(sys.stdout, SECRETS.redact)
-    sys.stderr = _filtered(sys.stderr, redacted)
+    sys.stdout = _filtered(sys.stdout, hides_urls=False)
+    sys.stderr = _filtered(sys.stderr, hides_urls=True)
 
 
-def _filtered(stream: TextIO, redact_text: Callable[[str], str]) -> TextIO:
+def _filtered(stream: TextIO, hides_urls: bool) -> TextIO:
     """A filtered stream instead of a standard one; a stream that has replaced the standard one, or None, is returned
     unchanged."""
     if not isinstance(stream, io.TextIOWrapper) or stream not in (sys.__stdout__, sys.__stderr__):
@@ -238,7 +309,7 @@ def _filtered(stream: TextIO, redact_text: Callable[[str], str]) -> TextIO:
     buffering = 0 if stream.write_through else -1  # as with PYTHONUNBUFFERED
     return FilteredStream(
         open(stream.fileno(), "wb", buffering, closefd=False),
-        redact_text,
+        hides_urls,
         encoding=stream.encoding,
         errors=stream.errors,
         line_buffering=stream.line_buffering,

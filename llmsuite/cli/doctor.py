@@ -10,7 +10,6 @@ import platform
 import resource
 import shutil
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llmsuite import __version__
+from llmsuite.base.commands import CommandTimeout, Kept, run_command
 from llmsuite.base.errors import UserError
 from llmsuite.base.extras import install_command
 from llmsuite.base.locks import scratch_directory
@@ -313,14 +313,14 @@ def run_check(environment: Mapping[str, str]) -> Finding:
     may abort."""
     command = [sys.executable, "-c", "import paddle; paddle.utils.run_check()"]
     try:
-        done = subprocess.run(command, env=dict(environment), capture_output=True, text=True, timeout=_CHECK_SECONDS)
-    except subprocess.TimeoutExpired:
+        done = run_command(command, environment, _CHECK_SECONDS)
+    except CommandTimeout:
         return _BAD, "run_check", f"paddle.utils.run_check() does not end within {_CHECK_SECONDS:.0f} s; run it by hand"
-    lines = [line.strip() for line in f"{done.stdout}\n{done.stderr}".splitlines()]
+    lines = [line.strip() for line in f"{done.output}\n{done.errors}".splitlines()]
     works = [line for line in lines if "works well" in line]
-    if done.returncode != 0 or not works:
+    if done.code != 0 or not works:
         tail = "; ".join(line for line in lines[-3:] if line)
-        return _BAD, "run_check", f"paddle.utils.run_check() fails with exit code {done.returncode}: {tail}"
+        return _BAD, "run_check", f"paddle.utils.run_check() fails with exit code {done.code}: {tail}"
     error = next((line for line in lines if "Original Error" in line), None)
     if error is not None:
         return _WARN, "run_check", f"{works[-1]} Not on more: {error}"
@@ -352,7 +352,7 @@ def start_ranks(args: Any, registry: Registry, *words: str) -> tuple[int, list[s
     from llmsuite.launch.machines import Machines
 
     backend = registry.device(args.device).factory()
-    output: list[str] = []
+    output = Kept()
     command = [sys.executable, "-m", "llmsuite", "doctor", f"--device={args.device}", *words]
     command += [f"--num_devices={args.num_devices}", f"--nnodes={args.nnodes}", f"--node_rank={args.node_rank}"]
     if args.master:
@@ -365,11 +365,11 @@ def start_ranks(args: Any, registry: Registry, *words: str) -> tuple[int, list[s
             args.num_devices,
             logs,
             lambda rank: backend.variables(args.num_devices, rank),
-            output.append,
+            lambda text: output.add(text.encode()),
             machines,
             _STALL_SECONDS,
         )
-    return code, "".join(output).splitlines()
+    return code, output.text().splitlines()
 
 
 def _network(args: Any, registry: Registry) -> Iterator[Finding]:

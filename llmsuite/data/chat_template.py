@@ -32,10 +32,11 @@ from llmsuite.contract.schema.chat_templates import (
 )
 from llmsuite.contract.schema.columns import kwargs_fault
 from llmsuite.data.call_forms import FORMS, PROBE_TOOLS, CallForms, probe
-from llmsuite.data.jinja import Marked, environment, has_mark, undeclared_variables, unmark
+from llmsuite.data.jinja import Marked, TurnTexts, compiled, has_mark, template_facts, turn_texts, unmark
 from llmsuite.data.keys import TURN_KEYS, is_nothing
 from llmsuite.data.named_templates import check_tokens, named_template, read_template
-from llmsuite.data.rendering import RenderError, read_variables, render, render_all
+from llmsuite.data.rendering import RenderError, read_facts, render, render_all
+from llmsuite.data.row_limits import MAX_RENDERED_CHARS, MAX_RENDERED_TURNS, MAX_UNKNOWN_KEYS
 from llmsuite.data.rows import REASONING, Conversation, Message, Prompt, strings_in
 from llmsuite.data.thoughts import (
     THINK_BLOCK,
@@ -77,9 +78,36 @@ OWN = "data.chat_template"
 """Name in messages of a template whose text a recipe has."""
 _RenderKey = tuple[tuple[Message, ...], bool, str, str]
 """Turns; True if the generation prompt follows them; tools and variables as in `Conversation`."""
+_Texts = Mapping[_RenderKey, str | RenderError]
 _WITH_TOOLS = tuple(name for name, source in BUILTIN.items() if "tools" in source)
 _MAX_OPENED_CHARS = 64
 """Characters of a turn that a generation prompt may already have written, such as `<think>`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Beginnings:
+    """The texts of the first turns of a conversation, for any number of turns."""
+
+    template: ChatTemplate
+    conversation: Conversation
+    cut: Mapping[bool, TurnTexts]
+    """The full conversation, cut into its turns, with and without the generation prompt; empty where the template has
+    to render each beginning."""
+    num_first: int
+    """Number of turns up to which beginnings are rendered anyway."""
+    has_marks: bool
+    """True if the template marks `{% generation %}` blocks."""
+
+    def first(self, count: int, add_generation_prompt: bool = False) -> str:
+        """Return the text of the first `count` turns, without marks of blocks. Raises UserError when the template
+        refuses them."""
+        if count >= self.num_first and add_generation_prompt in self.cut:
+            text = self.cut[add_generation_prompt].first(count)
+            return unmark(text).text if self.has_marks else text
+        conversation = self.conversation
+        return self.template.render(
+            conversation.messages[:count], add_generation_prompt, conversation.tools, conversation.template_kwargs
+        )
 
 
 class ChatTemplate:
@@ -115,13 +143,16 @@ class ChatTemplate:
         self._name = name
         self._has_marks = re.search(r"{%[-+]?\s*generation\b", source) is not None
         self._is_builtin = source in BUILTIN.values()
-        self._prerendered: Mapping[_RenderKey, str | RenderError] = {}
+        self._prerendered: _Texts = {}
         """Results of `prerender_turns` and the like."""
+        self._prerendered_cut: _Texts = {}
+        """The same with marks between turns."""
         try:
-            read = undeclared_variables(source) if self._is_builtin else read_variables(source)
+            facts = template_facts(source) if self._is_builtin else read_facts(source)
         except RenderError as error:
             raise UserError(f"chat template of {name}: {error}") from error
-        self._variables_read = frozenset(read)
+        self._variables_read = frozenset(facts.variables)
+        self._num_first = facts.num_first
         self._check_kwargs(self._kwargs)
 
     @property
@@ -132,18 +163,27 @@ class ChatTemplate:
     def prerender_turns(self, conversations: Iterable[Conversation]) -> ChatTemplate:
         """Return a copy that has rendered, in one batch, all that `supervised_turns` needs for these conversations."""
         keys: list[_RenderKey] = []
+        cut_keys: list[_RenderKey] = []
         for conversation in conversations:
             messages = conversation.messages
             tools = conversation.tools
             kwargs = conversation.template_kwargs
             keys.append((messages, False, tools, kwargs))
+            cut_keys += [(messages, flag, tools, kwargs) for flag in self._flags if self._num_first is not None]
+            if self._num_first is not None or _turns_to_render(conversation) > MAX_RENDERED_TURNS:
+                continue
             for i in range(len(messages)):
                 if conversation.supervised[i]:
                     keys += [
                         (messages[:i], not self._has_marks, tools, kwargs),
                         (messages[: i + 1], False, tools, kwargs),
                     ]
-        return self._prerender(keys)
+        return self._prerender(keys, cut_keys)
+
+    @property
+    def _flags(self) -> tuple[bool, ...]:
+        """Values of `add_generation_prompt` with which beginnings of a conversation are rendered."""
+        return (False,) if self._has_marks else (False, True)
 
     def prerender_splits(self, answered: Iterable[Conversation]) -> ChatTemplate:
         """Return a copy that has rendered, in one batch, all that `split` needs for these conversations."""
@@ -159,14 +199,49 @@ class ChatTemplate:
         """Return a copy that has rendered, in one batch, all that `prompt` needs for these rows."""
         return self._prerender((row.messages, True, row.tools, row.template_kwargs) for row in prompts)
 
-    def _prerender(self, keys: Iterable[_RenderKey]) -> ChatTemplate:
+    def _prerender(self, keys: Iterable[_RenderKey], cut_keys: Iterable[_RenderKey] = ()) -> ChatTemplate:
         if self._is_builtin:
             return self
-        unique = list(dict.fromkeys(keys))
-        texts = render_all(self.source, [self._variables(*key) for key in unique])
         prerendered = copy.copy(self)
-        prerendered._prerendered = dict(zip(unique, texts))
+        prerendered._prerendered = self._texts(keys)
+        prerendered._prerendered_cut = self._texts(cut_keys, marks_turns=True)
         return prerendered
+
+    def _texts(self, keys: Iterable[_RenderKey], marks_turns: bool = False) -> _Texts:
+        unique = list(dict.fromkeys(keys))
+        return dict(zip(unique, render_all(self.source, [self._variables(*key) for key in unique], marks_turns)))
+
+    def _beginnings(self, conversation: Conversation) -> _Beginnings:
+        """Return the texts of the first turns of a conversation.
+
+        Raises:
+            UserError: each has to be rendered, and these are too many.
+        """
+        cut = {}
+        if self._num_first is not None:
+            found = {flag: self._cut(conversation, flag) for flag in self._flags}
+            cut = {flag: texts for flag, texts in found.items() if texts is not None}
+        count = _turns_to_render(conversation)
+        if len(cut) < len(self._flags) and count > MAX_RENDERED_TURNS:
+            raise UserError(
+                f"chat template of {self._name} may render a turn differently once others follow, so a conversation "
+                f"is rendered up to each supervised turn: for this one, of {len(conversation.messages):,} turns with "
+                f"{sum(conversation.supervised):,} supervised, that is {count:,} turns; at most "
+                f"{MAX_RENDERED_TURNS:,} are rendered for a row: split it into several rows"
+            )
+        return _Beginnings(self, conversation, cut, self._num_first or 0, self._has_marks)
+
+    def _cut(self, conversation: Conversation, add_generation_prompt: bool) -> TurnTexts | None:
+        """Return a rendered conversation, cut into its turns; None where that is not possible."""
+        key = (conversation.messages, add_generation_prompt, conversation.tools, conversation.template_kwargs)
+        text = self._prerendered_cut.get(key)
+        if text is None and self._is_builtin:
+            text = _built_in(self.source, marks_turns=True).render(self._variables(*key))
+        elif text is None:
+            (text,) = render_all(self.source, [self._variables(*key)], marks_turns=True)
+        if isinstance(text, RenderError):
+            return None
+        return turn_texts(text, len(conversation.messages))
 
     def render(
         self, messages: Sequence[Message], add_generation_prompt: bool = False, tools: str = "", kwargs: str = ""
@@ -369,9 +444,16 @@ class ChatTemplate:
         full = self._marked(messages, tools=tools, kwargs=kwargs)
         self._check_complete(full.text, messages, tools, kwargs)
         indices = [i for i in range(len(messages)) if conversation.supervised[i]]
+        if len(full.text) * len(indices) > MAX_RENDERED_CHARS:
+            raise UserError(
+                f"chat template of {self._name} renders {len(full.text):,} characters for a conversation with "
+                f"{len(indices):,} supervised turns; at most {MAX_RENDERED_CHARS:,} characters are rendered for a row, "
+                "as each supervised turn has all text before it: split it into several rows"
+            )
+        beginnings = self._beginnings(conversation)
         if not self._has_marks:
-            return [self._supervised(conversation, i, full.text) for i in indices]
-        turns = [pair for i in indices for pair in self._blocks(conversation, i, full)]
+            return [self._supervised(beginnings, i, full.text) for i in indices]
+        turns = [pair for i in indices for pair in self._blocks(beginnings, i, full)]
         if indices and not turns:
             raise self._unfit("has {% generation %} around no turn of it")
         return turns
@@ -382,7 +464,8 @@ class ChatTemplate:
         if not self._has_marks:
             return indices
         full = self._marked(conversation.messages, tools=conversation.tools, kwargs=conversation.template_kwargs)
-        ends = {i: self._shared_length(conversation, i + 1, full.text) for i in indices}
+        beginnings = self._beginnings(conversation)
+        ends = {i: _shared_length(beginnings.first(i + 1), full.text) for i in indices}
         return [_first_beyond(ends, len(before)) for before, _ in turns]
 
     def thought_texts(
@@ -421,13 +504,14 @@ class ChatTemplate:
         for name in (tool["function"]["name"] for tool in json.loads(tools or "[]")):
             if name not in text:
                 return f"the tool {name!r}"
+        rendered = _Rendered(text)
         for i, message in enumerate(messages):
             for call in message.tool_calls:
                 if call.name not in text:
                     return f"the call of the tool {call.name!r}"
             if may_drop_thoughts and THOUGHT_END in self.source:
                 continue
-            if message.reasoning.strip() and not _contains(text, message.reasoning):
+            if message.reasoning.strip() and not rendered.contains(message.reasoning):
                 keys = [key for key in message.as_turn() if key in REASONING]
                 if not self._keys_of_thoughts:
                     return f"the thoughts of messages[{i}] ({keys[0]!r})"
@@ -443,11 +527,11 @@ class ChatTemplate:
         messages = conversation.messages
         if not any(map(thoughts_of, messages)):
             return []
-        text = self.render(messages, tools=conversation.tools, kwargs=conversation.template_kwargs)
+        rendered = _Rendered(self.render(messages, tools=conversation.tools, kwargs=conversation.template_kwargs))
         found = []
         for i, message in enumerate(messages):
             thoughts = thoughts_of(message) if message.role == "assistant" else ""
-            if thoughts and not _contains(text, thoughts):
+            if thoughts and not rendered.contains(thoughts):
                 found.append(i)
         return found
 
@@ -459,6 +543,7 @@ class ChatTemplate:
         """
         if self._ignores_unknown:
             return None
+        num_unknown = 0
         for i, message in enumerate(messages):
             if not message.raw:
                 continue
@@ -466,6 +551,12 @@ class ChatTemplate:
             for key, value in turn.items():
                 if key in TURN_KEYS or is_nothing(value) or key in self._generically_read or self._names(key):
                     continue
+                num_unknown += 1
+                if num_unknown > MAX_UNKNOWN_KEYS:
+                    raise UserError(
+                        f"the turns have more than {MAX_UNKNOWN_KEYS} unknown keys, such as {key!r} of messages[{i}]: "
+                        'remove them from the rows, or list them in data.ignore_columns ("*" stands for all such keys)'
+                    )
                 without = dataclasses.replace(
                     message, raw=json.dumps({name: turn[name] for name in turn if name != key}, ensure_ascii=False)
                 )
@@ -490,15 +581,17 @@ class ChatTemplate:
                 'from the rows, or list it in data.ignore_columns ("*" stands for all such keys)'
             )
 
-    def _supervised(self, conversation: Conversation, i: int, full: str) -> tuple[str, str]:
+    def _supervised(self, beginnings: _Beginnings, i: int, full: str) -> tuple[str, str]:
         """Return the pair of turn i of a conversation that is rendered as `full`.
 
         Of earlier turns a template may leave out the thoughts, and what the generation prompt writes to open them: the
         turn is then supervised as it is in the full conversation.
         """
+        conversation = beginnings.conversation
         message = conversation.messages[i]
         where = f"messages[{i}]"
-        before, after = self._around(conversation, i)
+        before = beginnings.first(i, add_generation_prompt=True)
+        after = beginnings.first(i + 1)
         own_before = shared_prompt(before, after)
         full_before = shared_prompt(before, full)
         if own_before is None:
@@ -509,7 +602,9 @@ class ChatTemplate:
             # the thoughts of turns between the last question and this one, such as before a call, are kept only until
             # the next question
             reduced = dataclasses.replace(conversation, messages=_forgetting(conversation.messages, i))
-            before, after = self._around(reduced, i)
+            shorter = _Beginnings(self, reduced, {}, 0, self._has_marks)
+            before = shorter.first(i, add_generation_prompt=True)
+            after = shorter.first(i + 1)
             own_before = shared_prompt(before, after)
             full_before = shared_prompt(before, full)
             if own_before is None or full_before is None:
@@ -527,29 +622,16 @@ class ChatTemplate:
             raise self._unfit(f"renders {where} differently once other turns follow")
         return full_before, full[: len(full_before) + length]
 
-    def _around(self, conversation: Conversation, i: int) -> tuple[str, str]:
-        """Return the prompt for turn i, and the conversation up to this turn."""
-        tools = conversation.tools
-        kwargs = conversation.template_kwargs
-        before = self.render(conversation.messages[:i], add_generation_prompt=True, tools=tools, kwargs=kwargs)
-        return before, self.render(conversation.messages[: i + 1], tools=tools, kwargs=kwargs)
-
-    def _blocks(self, conversation: Conversation, i: int, full: Marked) -> list[tuple[str, str]]:
+    def _blocks(self, beginnings: _Beginnings, i: int, full: Marked) -> list[tuple[str, str]]:
         """Return the pairs of the marked blocks of turn i.
 
         The marks do not depend on the generation prompt, which may differ from the text before the block.
         """
-        messages = conversation.messages
-        begin = self._shared_length(conversation, i, full.text)
-        end = self._shared_length(conversation, i + 1, full.text)
+        messages = beginnings.conversation.messages
+        begin = _shared_length(beginnings.first(i), full.text)
+        end = _shared_length(beginnings.first(i + 1), full.text)
         self._check_turn(messages[i], "", full.text[begin:end], f"messages[{i}]")
         return [(full.text[:a], full.text[:b]) for a, b in full.blocks if begin <= a < end]
-
-    def _shared_length(self, conversation: Conversation, count: int, text: str) -> int:
-        """Length of the common prefix of the first rendered messages and a text."""
-        messages = conversation.messages[:count]
-        rendered = self.render(messages, tools=conversation.tools, kwargs=conversation.template_kwargs)
-        return len(os.path.commonprefix([rendered, text]))
 
     def _check_turn(self, message: Message, before: str, text: str, where: str) -> None:
         """Raise UserError unless a turn, rendered as `text` after `before`, has all of its content."""
@@ -575,14 +657,42 @@ def _forgetting(messages: Sequence[Message], i: int) -> tuple[Message, ...]:
     return (*earlier, *messages[i:])
 
 
+def _turns_to_render(conversation: Conversation) -> int:
+    """Return the number of turns that are rendered if the conversation is, up to and before each supervised turn."""
+    return sum(2 * i + 1 for i, is_supervised in enumerate(conversation.supervised) if is_supervised)
+
+
+def _shared_length(beginning: str, text: str) -> int:
+    """Return the length of the common prefix of two texts, of which one is most likely a beginning of the other."""
+    if text.startswith(beginning):
+        return len(beginning)
+    return len(os.path.commonprefix([beginning, text]))
+
+
 def _first_beyond(ends: Mapping[int, int], position: int) -> int:
     """Return the first turn that ends after a position."""
     return next(i for i, end in ends.items() if end > position)
 
 
+class _Rendered:
+    """A rendered conversation, in which the contents of many turns are looked for."""
+
+    def __init__(self, text: str):
+        """Take the text."""
+        self._text = text
+
+    @functools.cached_property
+    def _squeezed(self) -> str:
+        return "".join(self._text.split())
+
+    def contains(self, content: str) -> bool:
+        """Return True if the text has the content of a turn. Templates may set white space as they like."""
+        return content.strip() in self._text or "".join(content.split()) in self._squeezed
+
+
 def _contains(text: str, content: str) -> bool:
-    """Return True if a text has the content of a turn. Templates may set white space as they like."""
-    return content.strip() in text or "".join(content.split()) in "".join(text.split())
+    """Return True if a text has the content of a turn, as in `_Rendered`."""
+    return _Rendered(text).contains(content)
 
 
 def _is_rendered(content: str, before: str, text: str) -> bool:
@@ -604,8 +714,8 @@ def _is_rendered(content: str, before: str, text: str) -> bool:
 
 
 @functools.cache
-def _built_in(source: str) -> jinja2.Template:
-    return environment().from_string(source)
+def _built_in(source: str, marks_turns: bool = False) -> jinja2.Template:
+    return compiled(source, marks_turns)
 
 
 def load_template(

@@ -7,6 +7,7 @@ those of Llama 2 and Mistral, begin every text with a space.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 from llmsuite.data.tokenizer import TextTokenizer
@@ -29,7 +30,7 @@ def encode_answers(
         For each sample, the ids of the prompt as generation encodes it, and those of the answer.
     """
     encode = encode or tokenizer.encode_batch
-    ids = encode([text for both in texts for text in both])
+    ids = _encode_growing([text for both in texts for text in both], tokenizer, encode)
     prompts = ids[::2]
     full = ids[1::2]
     # a token may span the border, and generation has no such token: then the answer is encoded alone
@@ -39,6 +40,43 @@ def encode_answers(
     for i, answer in zip(spanned, alone):
         answers[i] = answer
     return list(zip(prompts, answers))
+
+
+def _encode_growing(texts: Sequence[str], tokenizer: TextTokenizer, encode: Encode) -> list[list[int]]:
+    """Encode texts of which most begin with the one before them, such as a conversation up to each of its turns.
+
+    A text that continues the one before it is cut at the last border between tokens of that one; what is before this
+    place is encoded once.
+    """
+    borders = tokenizer.borders
+    if borders is None:
+        return encode(texts)
+    numbers: dict[str, int] = {}
+    """Number of each part to encode."""
+    shared: list[list[int]] = []
+    """For each series of texts that continue each other, the parts that they have in common."""
+    plan: list[tuple[int, int, int]] = []
+    """For each text its series, the number of parts in common, and the part that follows them."""
+    before: str | None = None
+    done = 0
+    for text in texts:
+        if before is None or not text.startswith(before):
+            shared.append([])
+            done = 0
+        else:
+            begins = [match.start() for match in borders.finditer(before, done + 1)]
+            if begins:
+                shared[-1].append(numbers.setdefault(before[done : begins[-1]], len(numbers)))
+                done = begins[-1]
+        plan.append((len(shared) - 1, len(shared[-1]), numbers.setdefault(text[done:], len(numbers))))
+        before = text
+    parts = encode(list(numbers))
+    joined = []
+    ends = []
+    for series in shared:
+        joined.append([token for part in series for token in parts[part]])
+        ends.append([0, *itertools.accumulate(len(parts[part]) for part in series)])
+    return [joined[series][: ends[series][count]] + parts[rest] for series, count, rest in plan]
 
 
 def encode_continuations(

@@ -9,6 +9,7 @@ A program has one such process, which starts with the first template and ends wi
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import functools
 import hashlib
 import json
@@ -22,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from llmsuite.data.jinja import environment, undeclared_variables
+from llmsuite.data.jinja import TemplateFacts, compiled, template_facts
 from llmsuite.data.process_limits import limit_memory, limit_seconds
 
 SECONDS = 2
@@ -35,6 +36,8 @@ _MAX_BATCH_CHARS = 1 << 20
 """Limits of a request: number of texts, and JSON of their variables, unless one text alone takes more."""
 _TEXT = b"T"
 _REASON = b"R"
+_MARKED = "marked:"
+"""Begin of the key of a template that is compiled with `marks_turns`."""
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from llmsuite.data.rendering import serve; serve({pipe})"
 
 
@@ -43,7 +46,7 @@ class RenderError(Exception):
 
 
 def render(source: str, variables: Mapping[str, Any] | None) -> str:
-    """Render a template; with `variables` None it is compiled only, and the text is `undeclared_variables` as JSON.
+    """Render a template; with `variables` None it is compiled only, and the text is `template_facts` as JSON.
 
     Args:
         source: the template.
@@ -58,18 +61,19 @@ def render(source: str, variables: Mapping[str, Any] | None) -> str:
     return text
 
 
-def read_variables(source: str) -> list[str]:
-    """Return the names of the variables that a template reads from outside. Raises RenderError as `render`."""
-    found: list[str] = json.loads(render(source, None))
-    return found
+def read_facts(source: str) -> TemplateFacts:
+    """Return what is known of a template without rendering it. Raises RenderError as `render`."""
+    return TemplateFacts(**json.loads(render(source, None)))
 
 
-def render_all(source: str, variables: Sequence[Mapping[str, Any] | None]) -> list[str | RenderError]:
-    """Return the result or error of `render` for each set of variables.
+def render_all(
+    source: str, variables: Sequence[Mapping[str, Any] | None], marks_turns: bool = False
+) -> list[str | RenderError]:
+    """Return the result or error of `render` for each set of variables; `marks_turns` as in `jinja.compiled`.
 
     They are sent in few requests: a round trip takes ten times as long as a text.
     """
-    return _renderer().render(source, variables)
+    return _renderer().render(source, variables, marks_turns)
 
 
 def end_rendering() -> None:
@@ -82,7 +86,7 @@ def serve(pipe: int) -> None:
     """Main function of the rendering process: serve requests until the pipe, a file descriptor, is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, which closes the pipe
     connection = Connection(pipe)
-    compiled = dict[str, Any]()
+    templates = dict[str, Any]()
     limit_memory(MEMORY)
     while True:
         try:
@@ -94,7 +98,7 @@ def serve(pipe: int) -> None:
         for variables in job["variables"]:
             limit_seconds(SECONDS)
             try:
-                reply = _render_reply(job, variables, compiled)
+                reply = _render_reply(job, variables, templates)
             except MemoryError:
                 reply = _REASON + f"takes more than {MEMORY >> 30} GiB of memory".encode()
             except Exception as error:  # a template is an untrusted program: it can fail in any way
@@ -102,14 +106,14 @@ def serve(pipe: int) -> None:
             connection.send_bytes(reply)
 
 
-def _render_reply(job: Mapping[str, Any], variables: Mapping[str, Any] | None, compiled: dict[str, Any]) -> bytes:
+def _render_reply(job: Mapping[str, Any], variables: Mapping[str, Any] | None, templates: dict[str, Any]) -> bytes:
     key = job["key"]
-    if key not in compiled:
+    if key not in templates:
         source = job["source"]
-        compiled[key] = environment().from_string(source), undeclared_variables(source)
-    template, names = compiled[key]
+        templates[key] = compiled(source, key.startswith(_MARKED)), template_facts(source)
+    template, facts = templates[key]
     if variables is None:
-        return _TEXT + json.dumps(names).encode()
+        return _TEXT + json.dumps(dataclasses.asdict(facts)).encode()
     text = template.render(variables).encode("utf-8", "surrogatepass")
     if len(text) > MAX_TEXT_BYTES:
         return _REASON + f"renders {len(text):,} bytes; a text has at most {MAX_TEXT_BYTES:,}".encode()
@@ -148,9 +152,11 @@ class _Renderer:
         self._compiled: set[str] = set()
         """Keys of the templates that the process has compiled."""
 
-    def render(self, source: str, variables: Sequence[Mapping[str, Any] | None]) -> list[str | RenderError]:
+    def render(
+        self, source: str, variables: Sequence[Mapping[str, Any] | None], marks_turns: bool
+    ) -> list[str | RenderError]:
         """Return the text or error of a template for each set of variables."""
-        key = _key(source)
+        key = f"{_MARKED if marks_turns else ''}{_key(source)}"
         texts = list[str | RenderError]()
         with self._lock:
             for part in _parts(variables):

@@ -1,7 +1,7 @@
 """Limits on the size of a row.
 
-A template renders a conversation once for each supervised turn, so time and memory grow with the product of length and
-supervised turns: an untrusted row of 64 MB would take hours.
+Many templates have to render a conversation once for each supervised turn, so time and memory grow with the product of
+length and supervised turns: an untrusted row of 64 MB would take hours.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ MAX_ANSWERS = 128
 """Ranked answers of a row, which make up to 8,128 pairs."""
 MAX_RENDERED_CHARS = 1 << 30
 """Characters of a conversation times its supervised turns: the characters that are rendered in all."""
+MAX_RENDERED_TURNS = 1 << 20
+"""Turns that are rendered in all for a conversation, by a template that has to render it for each supervised turn:
+those of about 1,400 turns, of which half are supervised."""
+MAX_UNKNOWN_KEYS = 64
+"""Unknown keys of the turns of a conversation. For each the conversation is rendered with and without it."""
 
 
 def check_count(items: Sized, limit: int, where: str, what: str) -> None:

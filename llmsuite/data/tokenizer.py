@@ -122,6 +122,29 @@ class TextTokenizer:
         return frozenset(self._added.values())
 
     @functools.cached_property
+    def borders(self) -> re.Pattern[str] | None:
+        """Pattern of added tokens before which a text may be cut: its parts have the tokens of the full text.
+
+        The library matches these tokens first, as they are, and encodes what is between them apart. None where there
+        are no such tokens.
+        """
+        tokens = self._fast.get_added_tokens_decoder().values() if self._fast else ()
+        if any(token.single_word for token in tokens):  # depends on the characters around it
+            return None
+        first = [token.content for token in tokens if not token.normalized]
+        suffixes = {text[i:] for text in first for i in range(1, len(text))}
+        inner = "\0".join(text[1:] for text in first)
+        found = []
+        for token in tokens:
+            text = token.content
+            if token.normalized or token.lstrip or token.rstrip or not text or text != text.strip():
+                continue
+            # no other token, and no other place of this one, may begin before it and reach into it
+            if text not in inner and not any(text[:i] in suffixes for i in range(1, len(text) + 1)):
+                found.append(text)
+        return re.compile("|".join(map(re.escape, found))) if found else None
+
+    @functools.cached_property
     def special_texts(self) -> frozenset[str]:
         """Texts of the tokens that any file flags as special, or names: `decode` leaves them out."""
         if self._fast:

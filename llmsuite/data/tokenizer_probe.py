@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from llmsuite.base.cache import BUILT, cache_root, locked
+from llmsuite.base.commands import CommandTimeout, run_command
 from llmsuite.base.errors import UserError
 from llmsuite.base.resources import bundled
 from llmsuite.base.safe_files import is_dir, is_file
@@ -37,6 +37,7 @@ _TEXTS = (
     "a1 " * 256 + "\x00\ufffd",
     "".join(map(chr, range(1, 0x250))),
 )
+_MAX_REASON_CHARS = 2000
 _MAX_TOKENS_PER_BYTE = 16
 """A byte is at most one token, unless the tokenizer lets a text grow."""
 _PROGRAM = (
@@ -71,15 +72,16 @@ def probe_tokenizer(path: Path, digest: str) -> None:
 
 def _probe(path: Path) -> None:
     program = _PROGRAM.format(path=sys.path, file=str(path), seconds=SECONDS, memory=MEMORY)
-    done = subprocess.run(
-        [sys.executable, "-c", program], stdin=subprocess.DEVNULL, capture_output=True, check=False, text=True
-    )
-    if done.returncode == -signal.SIGXCPU:
+    try:
+        done = run_command([sys.executable, "-c", program])
+    except CommandTimeout as error:
+        raise UserError(f"{path}: ends the process that reads it: {error}; it may be malicious") from error
+    if done.code == -signal.SIGXCPU:
         raise UserError(f"{path}: takes more than {SECONDS} s of the processor for common texts; it may be malicious")
-    if done.returncode < 0:
-        raise UserError(f"{path}: ends the process that reads it with signal {-done.returncode}; it may be malicious")
-    if done.returncode:
-        raise UserError(f"{path}: {done.stdout.strip() or done.stderr.strip()[-500:]}")
+    if done.code < 0:
+        raise UserError(f"{path}: ends the process that reads it with signal {-done.code}; it may be malicious")
+    if done.code:
+        raise UserError(f"{path}: {done.output.strip()[:_MAX_REASON_CHARS] or done.errors.strip()[-500:]}")
 
 
 def main(file: str, seconds: int, memory: int) -> None:

@@ -13,13 +13,13 @@ import importlib.metadata
 import importlib.util
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from llmsuite.base.cache import BUILT, cache_root, is_private_file, locked, private_directory
+from llmsuite.base.commands import run_command
 from llmsuite.base.errors import UserError
 from llmsuite.base.extras import install_command
 
@@ -126,7 +126,7 @@ def _check_knows(compiler: str, what: CppLibrary) -> None:
     """Raise UserError if the compiler is too old for this processor: it would ignore the instructions that the library
     is for."""
     command = [compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
-    known = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+    known = run_command(command).output.split()
     flags = _processor().decode().split()
     if missing := [name for name, macro in what.instructions if name in flags and macro not in known]:
         raise UserError(
@@ -142,9 +142,9 @@ def _run_all(commands: Sequence[list[str]], target: Path) -> None:
         UserError: one fails; its messages are in a log file next to the target.
     """
     with concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        results = list(pool.map(lambda one: subprocess.run(one, capture_output=True, text=True, check=False), commands))
+        results = list(pool.map(run_command, commands))
     for command, result in zip(commands, results, strict=True):
-        if result.returncode != 0:
+        if result.code != 0:
             log = target.with_suffix(".log")
-            log.write_text(" ".join(command) + "\n" + result.stdout + result.stderr)
+            log.write_text(" ".join(command) + "\n" + result.output + result.errors)
             raise UserError(f"building the CPU kernels failed; the compiler's messages are in {log}")

@@ -84,6 +84,27 @@ class NullOutput:
         """Called when the run ends after a step. `why` is the reason why it ends as planned before its last step."""
 
 
+class WatchedDirectory(NullOutput):
+    """The leading rank of a machine with an output_dir of its own: it writes only checkpoints there, and ends the run
+    when the directory is removed or replaced."""
+
+    def __init__(self, directory: Path):
+        """Open the directory, which `claim_directory` has made."""
+        self._directory = OpenDirectory(directory)
+
+    def logged(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._directory.check()
+
+    def stepped(self, step: int) -> None:
+        self._directory.check()
+
+    def failed(self, error: BaseException) -> None:
+        self._directory.close()
+
+    def ended(self, step: int, why: str = "") -> None:
+        self._directory.close()
+
+
 class Output(NullOutput):
     """Output of rank 0."""
 

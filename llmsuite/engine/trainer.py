@@ -43,12 +43,12 @@ from llmsuite.engine.evaluate import evaluate
 from llmsuite.engine.fetching import fetch_missing, fetched_checkpoint
 from llmsuite.engine.generation import GenerationEvaluation
 from llmsuite.engine.guard import Guard
-from llmsuite.engine.local_storage import claim_directory, find_local_storage
+from llmsuite.engine.local_storage import claim_directory, find_local_storage, leads
 from llmsuite.engine.lora_ga import GradientInit, init_from_gradients
 from llmsuite.engine.loss_scale import LossScale, NoLossScale
 from llmsuite.engine.loss_watchdog import LossWatchdog
 from llmsuite.engine.model_state import FullModelState, needed_tensors
-from llmsuite.engine.output import NullOutput, Output
+from llmsuite.engine.output import NullOutput, Output, WatchedDirectory
 from llmsuite.engine.passes import MicroBatchLoader, Passes
 from llmsuite.engine.program_engine import ProgramEngine
 from llmsuite.engine.reference_weights import load_reference_weights
@@ -229,6 +229,8 @@ class Trainer:
             if collective.rank() == 0:
                 self.output = self._open_output()
                 self.checkpointer.on_saved = self.output.saved
+            elif self.local_storage is not None and leads(self.local_storage):
+                self.output = WatchedDirectory(self.plan.output_dir)
             try:
                 if lacks_evaluation:  # the run was killed between its last checkpoint and the evaluation
                     self.evaluate()
@@ -260,7 +262,9 @@ class Trainer:
     @property
     def _early_reason(self) -> str:
         """The reason why the run ends before its last step, for a message."""
-        return self.loss_watchdog.reason if self.loss_watchdog.is_over else self.early_stopping.reason
+        if self.loss_watchdog.is_over:
+            return self.loss_watchdog.reason
+        return self.early_stopping.reason
 
     def _unfinished(self) -> tuple[bool, bool]:
         """Return two flags of a resumed run: it lacks the evaluation after the step of its checkpoint, and it lacks the

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from llmsuite.base.redaction import SECRETS, FilteredStream, redacted
+from llmsuite.base.redaction import FilteredStream
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _GONE = (errno.EPIPE, errno.EIO)
@@ -48,13 +48,13 @@ class Output(FilteredStream):
 
 def write_to(stdout: int, stderr: int) -> None:
     """Redirect stdout and stderr of this process to two descriptors, line-buffered."""
-    sys.stdout = _output(stdout, SECRETS.redact)
-    sys.stderr = _output(stderr, redacted)
+    sys.stdout = _output(stdout, hides_urls=False)
+    sys.stderr = _output(stderr, hides_urls=True)
 
 
-def _output(descriptor: int, redact_text: Callable[[str], str], encoding: str = "utf-8") -> Output:
+def _output(descriptor: int, hides_urls: bool, encoding: str = "utf-8") -> Output:
     return Output(
-        open(descriptor, "wb", closefd=False), redact_text, encoding=encoding, errors="replace", line_buffering=True
+        open(descriptor, "wb", closefd=False), hides_urls, encoding=encoding, errors="replace", line_buffering=True
     )
 
 
@@ -66,8 +66,8 @@ def tolerant_output() -> Iterator[None]:
     if all(isinstance(stream, FilteredStream) for stream in before) or before == (sys.__stdout__, sys.__stderr__):
         sys.stdout.flush()
         sys.stderr.flush()
-        sys.stdout = _output(1, SECRETS.redact, sys.stdout.encoding)
-        sys.stderr = _output(2, redacted, sys.stderr.encoding)
+        sys.stdout = _output(1, hides_urls=False, encoding=sys.stdout.encoding)
+        sys.stderr = _output(2, hides_urls=True, encoding=sys.stderr.encoding)
     try:
         yield
     finally:

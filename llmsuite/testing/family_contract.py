@@ -10,13 +10,13 @@ import dataclasses
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from llmsuite.base.cache import isolated_cache
+from llmsuite.base.commands import Finished, run_command
 from llmsuite.base.safe_files import is_dir, is_file
 from llmsuite.contract.given import add_files, plugin_files
 from llmsuite.contract.registry import load_plugins
@@ -164,10 +164,10 @@ def _training(
     args += [arg for file in plugins for arg in ("--plugin", str(file))]
     name = f"{path} training"
     done = _python(["-m", "llmsuite", *args], directory)
-    if done.returncode == 2:
-        return Outcome(name, done.stderr.strip())
-    assert done.returncode in (0, 3), f"llmsuite {' '.join(args)}: exit code {done.returncode}\n{done.stderr}"
-    report = json.loads(done.stdout)
+    if done.code == 2:
+        return Outcome(name, done.errors.strip())
+    assert done.code in (0, 3), f"llmsuite {' '.join(args)}: exit code {done.code}\n{done.errors}"
+    report = json.loads(done.output)
     if report["is_equal"]:
         return Outcome(name)
     first = report["first_forward"] or report["first_backward"]
@@ -204,12 +204,9 @@ def _run(task: Task, name: str) -> None:
     path = directory / f"{name}.json"
     path.write_text(json.dumps(dataclasses.asdict(task)), encoding="utf-8")
     done = _python(["-c", _MAKE, str(path)], directory)
-    assert done.returncode == 0, (
-        f"family {task.family}, {name}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
-    )
+    assert done.code == 0, f"family {task.family}, {name}: exit code {done.code}\n{done.output}{done.errors}"
 
 
-def _python(args: Sequence[str], directory: Path) -> subprocess.CompletedProcess[str]:
+def _python(args: Sequence[str], directory: Path) -> Finished:
     environment = {**os.environ, "LLMSUITE_CACHE": str(isolated_cache(directory / "cache"))}
-    command = [sys.executable, *args]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return run_command([sys.executable, *args], environment)

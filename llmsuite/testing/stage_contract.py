@@ -11,7 +11,6 @@ import json
 import math
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from llmsuite.base.cache import isolated_cache
+from llmsuite.base.commands import Finished, run_command
 from llmsuite.base.errors import RecipeError
 from llmsuite.contract.registry import Registry, load_plugins
 from llmsuite.contract.schema.keys import field_docs
@@ -107,8 +107,8 @@ def _check_schema(spec: StageSpec, registry: Registry, path: Path) -> None:
     unknown = f"{spec.section_name}.no_such_key"
     assert unknown in _refused(path, [f"--{unknown}=1"], registry), f"{unknown} is not refused"
     checked = _python(["-c", _VALIDATE, "validate", str(path)], path.parent)
-    assert checked.returncode != 3, "the plugin imports Paddle where a recipe is only checked"
-    assert checked.returncode == 0, checked.stdout
+    assert checked.code != 3, "the plugin imports Paddle where a recipe is only checked"
+    assert checked.code == 0, checked.output + checked.errors
 
 
 _VALIDATE = """
@@ -171,19 +171,12 @@ def _check_ranks(one: Path, two: Path) -> None:
 def _run(recipe: Path, output: Path, args: Sequence[str]) -> None:
     command = ["-m", "llmsuite", "run", str(recipe), f"--output_dir={output}", *args]
     done = _python(command, recipe.parent)
-    assert done.returncode == 0, f"llmsuite run {' '.join(args)}: exit code {done.returncode}\n{done.stdout}"
+    assert done.code == 0, f"llmsuite run {' '.join(args)}: exit code {done.code}\n{done.output}{done.errors}"
 
 
-def _python(args: Sequence[str], directory: Path) -> subprocess.CompletedProcess[str]:
+def _python(args: Sequence[str], directory: Path) -> Finished:
     environment = {**os.environ, "LLMSUITE_CACHE": str(isolated_cache(directory / "cache"))}
-    return subprocess.run(
-        [sys.executable, *args],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
+    return run_command([sys.executable, *args], environment)
 
 
 def _stop_at_saved_step(one: Path, again: Path) -> None:

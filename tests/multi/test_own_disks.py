@@ -43,6 +43,16 @@ def llmsuite_step_end(run, step, metrics):
         local_storage._wait_for_all = _killed
 """
 
+REMOVE = """
+import os, shutil
+import llmsuite
+
+@llmsuite.hookimpl
+def llmsuite_step_end(run, step, metrics):
+    if step == 3:
+        shutil.rmtree(os.environ["REMOVED"])
+"""
+
 
 def _both(
     runner: Runner, names: Sequence[str], *more: str, num_devices: int = 2, **environment: str
@@ -195,3 +205,24 @@ def test_three_machines_go_on_from_what_each_reads(runner: Runner) -> None:
             part = runner.directory / name / "checkpoints" / f"step-{STEPS}"
             for file in _files(runner.directory / name, STEPS) - {"elsewhere.json"}:
                 assert (part / file).read_bytes() == (whole / file).read_bytes(), file
+
+
+def test_each_machine_notices_that_its_own_directory_is_removed(runner: Runner) -> None:
+    site = runner.directory / "site of removed directories"
+    site.mkdir()
+    PluginSite(site).install("remove", REMOVE)
+    path = os.pathsep.join([str(site), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    removed = runner.directory / "removed-1"
+    ends = _both(
+        runner,
+        ("removed-0", "removed-1"),
+        "--parallel={}",
+        num_devices=1,
+        LLMSUITE_PLUGINS="remove",
+        PYTHONPATH=path,
+        REMOVED=str(removed),
+    )
+    assert all(code for code, _ in ends), ends
+    assert f"{removed}: was removed or replaced while it was written to" in ends[1][1]
+    assert "Traceback" not in ends[1][1]
+    assert not removed.exists()

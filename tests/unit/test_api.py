@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 import llmsuite
-from llmsuite import builtin
+from llmsuite import api, builtin
 from llmsuite.base.errors import UserError
 from llmsuite.cli.main import main, pop_plugin_files
 from llmsuite.contract.given import FILES, load_file, plugin_files, plugin_from_specs
@@ -52,6 +53,31 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, path.stem, raising=False)
     return path
+
+
+class Receiver:
+    """Stands for a process: keeps the signals that it is sent."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+
+    def send_signal(self, number: int) -> None:
+        self.received.append(number)
+
+
+@pytest.mark.parametrize("early", range(4))
+def test_interrupts_are_for_the_process_of_the_run(early: int) -> None:
+    process = Receiver()
+    before = signal.getsignal(signal.SIGINT)
+    with api._Interrupts() as interrupts:
+        for _ in range(early):
+            signal.raise_signal(signal.SIGINT)  # before the process is known
+        assert process.received == []
+        interrupts.forward_to(process)  # type: ignore[arg-type]
+        for _ in range(3 - early):
+            signal.raise_signal(signal.SIGINT)
+    assert process.received == [signal.SIGINT, signal.SIGINT, signal.SIGKILL]
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_importing_it_imports_nothing_large() -> None:

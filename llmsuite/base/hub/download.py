@@ -20,6 +20,8 @@ from llmsuite.base.threads import run_all
 _CONNECTIONS = 8
 _ATTEMPTS = 5
 _WAIT_SECONDS = 1.0
+_MIN_PROGRESS = 1024
+"""Bytes that an attempt has to bring: a server that sends single bytes is given up."""
 _POLL_SECONDS = 0.2
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -74,7 +76,7 @@ def _download(hub: Hub, name: HubName, kind: Kind, path: str, file: RemoteFile) 
             if file.size is not None and now > file.size:
                 hub.discard(name, kind, path, file)
                 now = 0
-            failures = 0 if now > before else failures + 1
+            failures = 0 if now - before >= _MIN_PROGRESS else failures + 1
             before = now
             if failures == _ATTEMPTS:
                 raise Unreachable(

@@ -27,6 +27,9 @@ class HuggingFace:
     def listing(self, name: HubName, kind: Kind) -> Listing:
         from huggingface_hub import HfApi
 
+        from llmsuite.base.hub.limited import limit_huggingface
+
+        limit_huggingface()
         api = HfApi(endpoint=endpoint(), library_name="llmsuite")
         try:
             found = api.repo_info(
@@ -65,18 +68,22 @@ class HuggingFace:
         from huggingface_hub import hf_hub_download
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
+        from llmsuite.base.hub.limited import file_of, limit_huggingface
+
+        limit_huggingface()
         tqdm.tqdm.monitor_interval = 0  # its monitor thread would stay alive, and ranks could not be forks
         disable_progress_bars()  # the bytes are counted for all files together
         try:
-            hf_hub_download(
-                name.repo,
-                path,
-                repo_type=kind,
-                revision=name.revision,
-                endpoint=endpoint(),
-                cache_dir=str(_cache()),
-                library_name="llmsuite",
-            )
+            with file_of(file.size):
+                hf_hub_download(
+                    name.repo,
+                    path,
+                    repo_type=kind,
+                    revision=name.revision,
+                    endpoint=endpoint(),
+                    cache_dir=str(_cache()),
+                    library_name="llmsuite",
+                )
         except Exception as error:  # of many libraries
             if is_broken_connection(error):
                 raise Interrupted(reason(error)) from error

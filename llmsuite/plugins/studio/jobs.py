@@ -24,6 +24,9 @@ from llmsuite.observe.summary import cards
 from llmsuite.plugins.studio.recipes import FilledRecipe
 
 _TAIL = 4000
+"""Bytes of the end of a log that are shown."""
+_MAX_LOG_BYTES = 64 << 20
+"""Bytes of the log of a server."""
 _GRACE_SECONDS = 15.0
 """Time for a server to finish its requests."""
 _LLMSUITE = (sys.executable, "-m", "llmsuite")
@@ -57,7 +60,10 @@ class _Server:
 
 
 def _tail(log: Path) -> str:
-    return log.read_text(encoding="utf-8", errors="replace")[-_TAIL:]
+    with open(log, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _TAIL))
+        return file.read(_TAIL).decode("utf-8", "replace")
 
 
 class Jobs:
@@ -182,7 +188,13 @@ class Jobs:
         command = [*_LLMSUITE, "serve", name, "--port", "0", "--name", Path(name).name]
         with open(log, "wb") as file:
             environment = {**os.environ, API_KEY: self._key}
-            process = SupervisedProcess(command, output=file, grace_seconds=_GRACE_SECONDS, environment=environment)
+            process = SupervisedProcess(
+                command,
+                output=file,
+                max_output_bytes=_MAX_LOG_BYTES,
+                grace_seconds=_GRACE_SECONDS,
+                environment=environment,
+            )
             return _Server(process, log)
 
     def _log(self, of: str) -> Path:

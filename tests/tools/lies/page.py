@@ -20,7 +20,8 @@ _END = "<!-- end: table -->"
 _ROW = (
     f"a fault is named with file and row; strict JSON; at most {row_limits.MAX_COLUMNS:,} columns, "
     f"{row_limits.MAX_TURNS:,} turns, {row_limits.MAX_TOOLS:,} tools, as many calls in a turn, and "
-    f"{row_limits.MAX_RENDERED_CHARS:,} characters times supervised turns"
+    f"{row_limits.MAX_RENDERED_CHARS:,} characters times supervised turns; {row_limits.MAX_RENDERED_TURNS:,} turns are "
+    "rendered in all by a template that may render a turn differently once others follow"
 )
 _PACKED = (
     f"unpacks to at most 100 times its size, or {compressed._MIN_BUDGET_BYTES >> 20} MiB, where a row or value counts "

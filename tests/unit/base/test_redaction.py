@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import base64
+import io
+import itertools
 import json
 import re
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmsuite.base import redaction
 from llmsuite.base.errors import Problem, RecipeError, UserError
 from llmsuite.base.progress import report
 from llmsuite.base.redaction import Secrets, Url, printable, redacted, redacted_data, redacted_words
@@ -107,6 +111,74 @@ def test_what_is_known_is_hidden_anywhere(secrets: Secrets) -> None:
     assert json.dumps(secrets.redact(repr('quoted "one"'))) == json.dumps("'***'")
     for text in ("2024-01-01", "0.001234", "disabled", str(ROOT), "me", "host"):
         assert secrets.redact(text) == text
+
+
+LETTERS = st.text("abAB1 ", max_size=8)
+
+
+@given(
+    values=st.lists(st.text("abAB1", min_size=6, max_size=12), min_size=1, max_size=4),
+    parts=st.lists(st.tuples(st.one_of(st.integers(0, 3), LETTERS), st.integers(0, 12), st.booleans()), max_size=10),
+)
+def test_a_secret_in_several_parts_is_hidden(values: list[str], parts: list[tuple[int | str, int, bool]]) -> None:
+    """Texts and cut secrets are written with and without a flush between them."""
+    secrets = Secrets()
+    for value in values:
+        secrets.add(value)
+    buffer = io.BytesIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(redaction, "SECRETS", secrets)
+        stream = redaction.FilteredStream(buffer, hides_urls=False, encoding="utf-8", write_through=True)
+        whole = ""
+        flushed = False
+        for content, cut, flushes in parts:
+            text = content if isinstance(content, str) else values[content % len(values)]
+            for part in (text[:cut], text[cut:]):
+                assert stream.write(part) == len(part)
+                whole += part
+                if flushes:
+                    stream.flush()
+            flushed = flushed or flushes
+        stream.write("\n")
+        found = buffer.getvalue().decode()
+    assert secrets.redact(found) == found
+    if secrets.redact(whole) == whole:
+        assert found == whole + "\n"
+    elif len(values) == 1 and not flushed:
+        assert found == secrets.redact(whole) + "\n"
+
+
+@given(st.integers(1, 60), st.integers(1, 60), st.booleans())
+def test_a_url_in_several_parts_is_hidden(first: int, second: int, flushes: bool) -> None:
+    text = f"see https://user:{SECRET}@host/a?token={SECRET}#{SECRET} there"
+    begin = len("see https://")
+    cuts = sorted({0, max(begin, first), max(begin, second), len(text)})
+    buffer = io.BytesIO()
+    stream = redaction.FilteredStream(buffer, hides_urls=True, encoding="utf-8", write_through=True)
+    for a, b in itertools.pairwise(cuts):
+        stream.write(text[a:b])
+        if flushes:
+            stream.flush()
+    assert buffer.getvalue().decode() == redacted(text)
+
+
+def test_what_is_held_at_the_end_of_a_stream(secrets: Secrets, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redaction, "SECRETS", secrets)
+    secrets.add("begin-Zq1-of-it")
+    for written, shown in (("see begin-Zq1", "see ***"), ("see beg", "see ***"), ("see it", "see it")):
+        with tempfile.TemporaryFile() as file:
+            raw = open(file.fileno(), "wb", closefd=False)  # noqa: SIM115  (the stream closes it)
+            with redaction.FilteredStream(raw, False, encoding="utf-8") as stream:
+                stream.write(written)
+            file.seek(0)
+            assert file.read().decode() == shown
+    buffer = io.BytesIO()
+    stream = redaction.FilteredStream(buffer, False, encoding="utf-8", write_through=True)
+    stream.write("see be")
+    stream.flush()
+    assert buffer.getvalue() == b"see be"  # a word in parts is not delayed
+    stream.write("gin-Zq1-of-it, and")
+    assert buffer.getvalue() == b"see be***, and"
 
 
 @pytest.mark.parametrize("word", ["a", "secret", "12345", ""])

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import resource
 import shutil
-import subprocess
 import types
 from typing import Any
 
 import pytest
 
+from llmsuite.base.commands import CommandTimeout, Finished
 from llmsuite.cli import doctor
 from llmsuite.cli.main import main
 from llmsuite.contract.registry import Registry
@@ -128,18 +128,17 @@ def test_a_device_that_is_not_there(registry: Registry, capsys: pytest.CaptureFi
     ],
 )  # fmt: skip
 def test_the_check_of_paddle(monkeypatch: Patch, code: int, out: str, error: str, finding: doctor.Finding) -> None:
-    done = subprocess.CompletedProcess([], code, out, error)
-    monkeypatch.setattr(subprocess, "run", lambda *args, **options: done)
+    monkeypatch.setattr(doctor, "run_command", lambda *args: Finished(code, out, error))
     level, what, text = doctor.run_check({})
     assert (level, what) == finding[:2]
     assert text.endswith(finding[2])
 
 
 def test_a_check_that_hangs(monkeypatch: Patch) -> None:
-    def hang(command: list[str], **options: object) -> None:
-        raise subprocess.TimeoutExpired(command, 300)
+    def hang(*args: object) -> None:
+        raise CommandTimeout("it takes too long")
 
-    monkeypatch.setattr(subprocess, "run", hang)
+    monkeypatch.setattr(doctor, "run_command", hang)
     assert doctor.run_check({})[0] == "BAD"
 
 

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmsuite.base.errors import UserError
 from llmsuite.data import chat_template
 from llmsuite.data.chat_template import BUILTIN, ChatTemplate, load_template
+from llmsuite.data.jinja import compiled, template_facts, turn_texts
 from llmsuite.data.rows import Conversation, Message, Prompt, with_answer
 from llmsuite.data.turns import parse_message
 from tests.support.paths import DATA
@@ -229,6 +230,84 @@ def test_prerendered_texts_are_the_same(source: str, monkeypatch: pytest.MonkeyP
     assert [_result_or_error(ahead[0].supervised_turns, talk) for talk in talks[:300]] == turns
     assert [_result_or_error(ahead[1].split, talk) for talk in talks[:300]] == splits
     assert [_result_or_error(of_prompts.prompt, talk.messages[:3]) for talk in talks[:300]] == prompts
+
+
+BACK = [
+    # the turn alone, turns before it, the loop so far
+    *["{{ m.content }}", "{{ messages[0].content }}", "{{ loop.index }}", "{{ ns.x }}", "{{ messages[1] }}"],
+    *["{{ loop.previtem.role if loop.index0 }}", "{% set ns.x = ns.x + 1 %}"],
+    *["{% set ns.x = m.content %}", "{% if loop.first %}:{% endif %}", "{{ now }}"],
+    *["{% for c in m.content %}{{ c }}{{ loop.last }}{% endfor %}", "{% set now = m.role %}", "{{ f(m) }}"],
+    *["{% if m.content == 'Bye.' %}{% break %}{% endif %}", "{% if m.role == 'user' %}{% continue %}{% endif %}"],
+    *["{% generation %}{{ m.content }}{% endgeneration %}", "\ufdd3"],
+]
+AHEAD = [
+    *["{{ loop.last }}", "{{ loop.nextitem }}", "{{ loop.length }}", "{{ loop.revindex }}", "{% set l = loop %}"],
+    *["{{ messages[-1].content }}", "{{ messages | length }}", "{% for k in messages %}{{ k.role }}{% endfor %}"],
+]
+"""Parts of a loop over turns that ask for later turns."""
+ENDS = ["", ".", "{{ tools }}", "{% if add_generation_prompt %}{% for t in tools or [1] %}:{% endfor %}{% endif %}"]
+OTHER_ENDS = ["{{ ns.x }}", "{{ messages[0].content }}", "{{ messages | length }}", "{{ f(1) }}", "{{ c.next() }}"]
+"""Ends whose text may depend on the number of turns."""
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    body=st.lists(st.sampled_from(BACK), max_size=4),
+    ahead=st.sampled_from(["", "", *AHEAD]),
+    end=st.sampled_from([*ENDS, *OTHER_ENDS]),
+    roles=st.lists(st.sampled_from(["user", "assistant"]), min_size=1, max_size=5),
+)
+def test_cut_conversations_are_those_of_fewer_turns(body: list[str], ahead: str, end: str, roles: list[str]) -> None:
+    source = (
+        "{% set ns = namespace(x=0) %}{% set c = cycler(1, 2) %}{% set now = 1 %}"
+        "{% macro f(m) %}{{ ns.x }}{% endmacro %}{% for m in messages %}<{{ m.role }}>"
+        + "".join(body)
+        + ahead
+        + "</s>{% endfor %}"
+        + end
+    )
+    num_first = template_facts(source).num_first
+    assert (num_first is None) == (ahead != "" or end in OTHER_ENDS)
+    if num_first is None:
+        return
+    marked = compiled(source, marks_turns=True)
+    turns = [{"role": role, "content": text} for role, text in zip(roles, ["Hi?", "Bye.", "", "no", "\ufdd0"])]
+    for flag in (False, True):
+        cut = turn_texts(marked.render(messages=turns, add_generation_prompt=flag), len(turns))
+        for count in range(num_first, len(turns) + 1):
+            rendered = compiled(source).render(messages=turns[:count], add_generation_prompt=flag)
+            assert cut is None or cut.first(count) == rendered
+
+
+@pytest.mark.parametrize("name", [*BUILTIN, "phi3", "phi4"])
+def test_simple_templates_render_a_conversation_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = built_in(name)
+    long = Conversation(tuple(TALK * 1000), (False, True) * 2000)
+    shorter = Conversation(tuple(TALK * 10), (False, True) * 20)
+    first = source.supervised_turns(shorter)
+    ahead = source.prerender_turns([long])
+    monkeypatch.setattr(ChatTemplate, "render", None)
+    found = ahead.supervised_turns(long)
+    assert len(found) == 2000
+    assert found[:20] == first
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "llama3.1"])
+def test_other_templates_refuse_conversations_of_too_many_turns(name: str) -> None:
+    source = built_in(name)
+    long = Conversation(tuple(TALK * 1000), (False, True) * 2000)
+    with pytest.raises(UserError, match=r"of 4,000 turns with 2,000 supervised, that is 8,002,000 turns; at most 1,0"):
+        source.prerender_turns([long]).supervised_turns(long)
+    last = Conversation(tuple(TALK * 500), (*[False] * 1999, True))
+    assert len(source.prerender_turns([last]).supervised_turns(last)) == 1
+
+
+def test_a_conversation_of_many_unknown_keys_is_refused() -> None:
+    source = template("{% for m in messages %}{{ m | tojson }}{% endfor %}")
+    turns = [parse_message({"role": "user", "content": "Hi?", f"k{i}": 1}, "turn") for i in range(100)]
+    with pytest.raises(UserError, match=r"more than 64 unknown keys, such as 'k64' of messages\[64\]"):
+        source.prompt(turns)
 
 
 def test_a_turn_without_a_block_is_not_supervised() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,48 @@ def test_an_answer_has_its_tokens_after_the_prompt(
         assert before + ids == whole
     else:  # a token spans the border: other tokens, of the same text
         assert tokenizer.decode(before + ids, False) == tokenizer.decode(whole, False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None, max_examples=60)
+@given(turns=st.lists(PARTS, max_size=6), other=PARTS)
+def test_parts_of_a_growing_text_have_the_tokens_of_the_full_text(
+    opened: dict[str, TextTokenizer], kind: str, turns: list[str], other: str
+) -> None:
+    tokenizer = opened[kind]
+    texts = ["".join(turns[:count]) for count in range(1, len(turns) + 1)]
+    pairs = list(zip([*texts, other], [*texts[1:], other + "x", *texts[-1:]]))
+    found = encode_answers(pairs, tokenizer)
+    assert [before for before, _ in found] == [tokenizer.encode(before) for before, _ in pairs]
+    assert found == [encode_answers([pair], tokenizer)[0] for pair in pairs]
+
+
+def test_work_is_in_proportion_to_the_longest_of_growing_texts(opened: dict[str, TextTokenizer]) -> None:
+    turns = 500
+    texts = ["x 7</s>" * count for count in range(turns)]
+    encoded = 0
+
+    def encode(parts: Sequence[str]) -> list[list[int]]:
+        nonlocal encoded
+        encoded += sum(map(len, parts))
+        return tokenizer.encode_batch(parts)
+
+    tokenizer = opened["bytes"]
+    assert tokenizer.borders is not None
+    encode_answers(list(itertools.pairwise(texts)), tokenizer, encode)
+    assert encoded < 10 * len(texts[-1])
+
+
+@pytest.mark.parametrize("others", [["</s>x"], ["x</"], ["</s></s>"], ["s></"], ["a</s>b"]])
+def test_texts_are_not_cut_within_a_token(tmp_path: Path, others: list[str]) -> None:
+    made = tokenizers.kinds()["bytes"]
+    made.add_tokens(others)
+    tokenizer = TextTokenizer(tokenizers.write(tmp_path, made))
+    parts = ["a", "x", "</s>", "</", "s>", "b", *others]
+    for before, after in itertools.product(map("".join, itertools.product(parts, repeat=2)), parts):
+        text = before + after
+        found = encode_answers([(before, text), (text, text + "</s>")], tokenizer)
+        assert [ids for ids, _ in found] == [tokenizer.encode(before), tokenizer.encode(text)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from llmsuite.base.commands import run_command
 from llmsuite.base.errors import UserError
-from llmsuite.data import rendering
+from llmsuite.data import rendering, tokenizer_probe
 from llmsuite.data.chat_template import BUILTIN, ChatTemplate, load_template
 from llmsuite.data.rendering import RenderError, render, render_all
 from llmsuite.data.rows import Message
@@ -174,8 +175,7 @@ def test_a_good_tokenizer_is_probed_once(tmp_path: Path, monkeypatch: pytest.Mon
     with open(place / "tokenizer.json", "a") as file:
         file.write("".join(" \n"[int(bit)] for bit in f"{uuid.uuid4().int:b}"))  # a file that was never seen
     started: list[Any] = []
-    run = subprocess.run
-    monkeypatch.setattr(subprocess, "run", lambda *words, **options: started.append(words) or run(*words, **options))
+    monkeypatch.setattr(tokenizer_probe, "run_command", lambda words: started.append(words) or run_command(words))
     for _ in range(2):
         assert TextTokenizer(place).encode("Hi?") == TextTokenizer(DATA / "tokenizer").encode("Hi?")
     assert len(started) == 1

@@ -33,6 +33,11 @@ TESTED: dict[str, tuple[str, ...]] = {
         "multi/test_secrets.py::test_a_run_keeps_secrets",
         "multi/test_secrets.py::test_a_reward_keeps_secrets",
     ),
+    "A secret that is printed in several parts": (
+        "unit/base/test_redaction.py::test_a_secret_in_several_parts_is_hidden",
+        "unit/base/test_redaction.py::test_a_url_in_several_parts_is_hidden",
+        "unit/base/test_redaction.py::test_what_is_held_at_the_end_of_a_stream",
+    ),
     "A recipe that you let": ("multi/test_secrets.py::test_a_recipe_that_was_asked_for_keeps_its_urls",),
     "Archives of public data sets are read": ("unit/data/test_remote.py::test_public_sets_are_converted",),
     "Links, names that lead out": (
@@ -52,6 +57,10 @@ TESTED: dict[str, tuple[str, ...]] = {
     ),
     "Templates that are built in run without it": (
         "unit/data/test_chat_template.py::test_builtin_templates_render_as_expected",
+    ),
+    "A conversation of many turns": (
+        "unit/data/test_chat_template.py::test_simple_templates_render_a_conversation_once",
+        "unit/data/test_chat_template.py::test_other_templates_refuse_conversations_of_too_many_turns",
     ),
     "A tokenizer.json is tried out": ("unit/data/test_untrusted.py::test_a_tokenizer_is_probed",),
     "A text made for a certain tokenizer": (
@@ -109,6 +118,13 @@ TESTED: dict[str, tuple[str, ...]] = {
     "What they print is cut off": (
         "unit/launch/test_supervisor.py::test_what_it_prints_has_a_bound",
         "unit/launch/test_supervisor.py::test_what_takes_too_much_memory_is_ended",
+    ),
+    "Of what other programs print": (
+        "unit/base/test_commands.py::test_output_without_end_is_cut_and_the_command_killed",
+        "unit/base/test_commands.py::test_no_other_module_takes_all_output_of_a_command",
+    ),
+    "One that prints without end": (
+        "unit/base/test_commands.py::test_output_without_end_is_cut_and_the_command_killed",
     ),
 }
 """Tests of each sentence, which is known by how it begins."""

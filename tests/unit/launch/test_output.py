@@ -71,9 +71,7 @@ class _Interrupted(io.RawIOBase):
 
 
 def test_a_signal_while_a_line_is_written_is_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        sys, "stdout", Output(io.BufferedWriter(_Interrupted()), lambda text: text, line_buffering=True)
-    )
+    monkeypatch.setattr(sys, "stdout", Output(io.BufferedWriter(_Interrupted()), False, line_buffering=True))
     with StopRequest() as stop:
         print("step 3")
         assert stop.requested()

@@ -1,0 +1,79 @@
+"""`llmsuite.train` in a program that llmsuite does not own, such as a notebook: interrupts are as of a command."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.conftest import PluginSite
+from tests.multi.conftest import Runner
+from tests.support.paths import ROOT
+
+PROGRAM = """
+import json, os, sys, time
+import llmsuite
+
+recipe, overrides = sys.argv[1], json.loads(sys.argv[2])
+try:
+    llmsuite.train(recipe, overrides, smoke=True)
+except KeyboardInterrupt:
+    print("KeyboardInterrupt", flush=True)
+try:
+    time.sleep(600)  # the notebook goes on, and its own handler is back
+except KeyboardInterrupt:
+    print("once more", flush=True)
+"""
+
+HOLDS = """
+import time
+import llmsuite
+
+@llmsuite.hookimpl
+def llmsuite_step_end(run, step, metrics):
+    if step == 2:
+        time.sleep(600)
+"""
+
+
+def test_a_second_interrupt_ends_the_ranks(runner: Runner) -> None:
+    """While a step does not end, so that the first interrupt stops nothing."""
+    site = runner.directory / "site of a notebook"
+    site.mkdir()
+    PluginSite(site).install("holds", HOLDS)
+    path = os.pathsep.join([str(site), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    name = "notebook"
+    overrides = {
+        "output_dir": str(runner.directory / name),
+        "train.max_steps": 100_000,
+        "launch.num_devices": 2,
+        "parallel": {},
+        "data.eval": None,
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-c", PROGRAM, str(ROOT / "recipes/llama/sft.json"), json.dumps(overrides)],
+        cwd=ROOT,
+        env={**runner.environment, "LLMSUITE_PLUGINS": "holds", "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    runner.wait_for_step(name, 2, process)
+    printed = ""
+    for text in ("stopping after this step", "KeyboardInterrupt"):
+        process.send_signal(signal.SIGINT)
+        while text not in printed:
+            line = process.stdout.readline()
+            assert line, printed
+            printed += line
+    assert "Traceback" not in printed
+    events = Path(overrides["output_dir"]) / "events.jsonl"  # type: ignore[arg-type]
+    assert json.loads(events.read_text().splitlines()[-1])["event"] == "stopped"
+    process.send_signal(signal.SIGINT)
+    rest, _ = process.communicate(timeout=60)
+    assert rest.endswith("once more\n"), rest
+    assert process.returncode == 0
