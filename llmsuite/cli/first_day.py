@@ -282,7 +282,8 @@ def _ask_server(day: _Day, words: Sequence[str], prompt: str) -> tuple[str | Non
         printed += f"{error}\n"
     finally:
         process.terminate()
-        process.communicate()
+        process.stdout.close()
+        process.wait()
     return answer, printed
 
 

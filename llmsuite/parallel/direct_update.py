@@ -21,7 +21,7 @@ import paddle
 
 from llmsuite.base.typing import Tensor
 from llmsuite.contract.schema.recipe import TrainSection
-from llmsuite.devices.tensors import tensor_of
+from llmsuite.devices.tensors import array_of, tensor_of
 from llmsuite.parallel.partition import UPDATE_CHUNK, moment_dtype
 from llmsuite.parallel.sharding import ParameterShard
 
@@ -142,7 +142,7 @@ class DirectUpdate:
         if slot in MOMENTS:
             state.moments[slot].copy_(value.astype(state.moments[slot].dtype), False)
         elif slot == _POWERS[self._betas.index(max(self._betas))]:
-            state.num_updates = _num_updates(value.item(), max(self._betas))
+            state.num_updates = _num_updates(float(array_of(value).reshape(-1)[0]), max(self._betas))
 
     @property
     def _betas(self) -> tuple[float, float]:
