@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmsuite.base.commands import CommandTimeout, run_command
 from llmsuite.base.locks import scratch_directory
 
 if TYPE_CHECKING:
@@ -45,10 +45,10 @@ def device_findings(backend: DeviceBackend) -> Iterator[tuple[str, str, str]]:
         while num_seen < len(CHECKS):
             variables = {**os.environ, **backend.environment(1), CHECKS_FILE: str(file)}
             try:
-                done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=_SECONDS)
-                end = _end(done.returncode, done.stderr)
-            except subprocess.TimeoutExpired:
-                end = f"the process does not end within {_SECONDS:.0f} s"
+                done = run_command(command, variables, _SECONDS)
+                end = _end(done.code, done.errors)
+            except CommandTimeout as error:
+                end = f"the process does not end within {_SECONDS:.0f} s: {error}"
             found = read_checks(file)[num_seen:]
             if not found:
                 yield "BAD", "checks", f"cannot be run on {backend.name}: {end}"

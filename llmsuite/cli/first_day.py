@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 from llmsuite import __version__
+from llmsuite.base.commands import CommandTimeout, run_command
 from llmsuite.base.errors import UserError
 from llmsuite.base.locks import scratch_directory
 from llmsuite.base.resources import bundled
@@ -90,13 +91,10 @@ class _Day:
     def llmsuite(self, words: Sequence[str]) -> tuple[int, str]:
         """Run a command. Returns its exit code and output."""
         try:
-            done = subprocess.run(
-                [sys.executable, "-m", "llmsuite", *words], env=self.environment, text=True, timeout=_SECONDS,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return 124, f"does not end within {_SECONDS:.0f} s"
-        return done.returncode, done.stdout
+            done = run_command([sys.executable, "-m", "llmsuite", *words], self.environment, _SECONDS)
+        except CommandTimeout as error:
+            return 124, f"does not end within {_SECONDS:.0f} s: {error}"
+        return done.code, done.output + done.errors
 
     def train(self, act: Act, stage: str, *words: str, name: str | None = None) -> None:
         """Run a training stage into a directory of the act's name."""

@@ -10,11 +10,11 @@ import dataclasses
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from llmsuite.base.commands import CommandTimeout, run_command
 from llmsuite.devices.custom import CustomBackend
 
 _FOUND = "LLMSUITE_CUSTOM_DEVICES"
@@ -102,8 +102,8 @@ def _plug_in_directory() -> Path | None:
 
 def _ask_paddle() -> list[str]:
     try:
-        done = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=_SECONDS)
-        found = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else []
-    except (subprocess.TimeoutExpired, IndexError, ValueError):  # a plug-in that does not work, which doctor names
+        done = run_command([sys.executable, "-c", _ASK], seconds=_SECONDS)
+        found = json.loads(done.output.splitlines()[-1]) if done.code == 0 else []
+    except (CommandTimeout, IndexError, ValueError):  # a plug-in that does not work, which doctor names
         return []
     return [str(name) for name in found]

@@ -7,6 +7,7 @@ engine adds them itself in 16 bits only.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 
+from llmsuite.base.commands import Finished
 from llmsuite.base.errors import RecipeError, UserError
 from llmsuite.base.resources import bundled
 from llmsuite.contract.given import plugin_from_specs
@@ -63,11 +63,11 @@ def test_paddle_is_asked_once_for_other_names(monkeypatch: Patch, tmp_path: Path
     (tmp_path / "libother.so").touch()
     asked = list[bool]()
 
-    def run(*args: object, **options: object) -> subprocess.CompletedProcess[str]:
+    def run(*args: object, **options: object) -> Finished:
         asked.append(True)
-        return subprocess.CompletedProcess([], 0, "a line of Paddle's\n" + json.dumps(["other"]) + "\n", "")
+        return Finished(0, "a line of Paddle's\n" + json.dumps(["other"]) + "\n", "")
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(vendors, "run_command", run)
     found = find_vendor("other")
     assert found is not None
     assert backend_of(found).rank_environment(1) == {"FLAGS_selected_others": "1"}
@@ -77,7 +77,7 @@ def test_paddle_is_asked_once_for_other_names(monkeypatch: Patch, tmp_path: Path
 
 @pytest.mark.parametrize("words", [(1, "", ""), (0, "no json\n", ""), (0, "", "")])
 def test_plug_ins_that_do_not_work_have_no_devices(monkeypatch: Patch, words: tuple[int, str, str]) -> None:
-    monkeypatch.setattr(subprocess, "run", lambda *args, **options: subprocess.CompletedProcess([], *words))
+    monkeypatch.setattr(vendors, "run_command", lambda *args, **options: Finished(*words))
     assert vendors._ask_paddle() == []
 
 
