@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
@@ -25,8 +24,10 @@ from llmsuite import __version__
 from llmsuite.base.commands import CommandTimeout, run_command
 from llmsuite.base.errors import UserError
 from llmsuite.base.locks import scratch_directory
+from llmsuite.base.redaction import Url
 from llmsuite.base.resources import bundled
 from llmsuite.base.safe_files import exists, is_dir, is_file
+from llmsuite.base.web.client import HttpFailure, post_json
 from llmsuite.contract.registry import Registry
 
 Size = Literal["tiny", "135m"]
@@ -276,7 +277,7 @@ def _ask_server(day: _Day, words: Sequence[str], prompt: str) -> tuple[str | Non
             if (place := re.search(r"answers on (http://[\d.]+:\d+)", line)) is not None:
                 answer = _ask(place[1], prompt)
                 break
-    except OSError as error:
+    except (HttpFailure, OSError) as error:
         printed += f"{error}\n"
     finally:
         process.terminate()
@@ -287,11 +288,8 @@ def _ask_server(day: _Day, words: Sequence[str], prompt: str) -> tuple[str | Non
 
 def _ask(url: str, prompt: str) -> str:
     asked = {"model": "tiny", "messages": [{"role": "user", "content": prompt}], "temperature": 0, "max_tokens": 8}
-    body = json.dumps(asked).encode()
-    request = urllib.request.Request(f"{url}/v1/chat/completions", body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=_SECONDS) as response:
-        text: str = json.load(response)["choices"][0]["message"]["content"]
-    return text
+    answer = post_json(Url(f"{url}/v1/chat/completions"), asked, _SECONDS)
+    return str(answer["choices"][0]["message"]["content"])
 
 
 def _once(words: Sequence[str]) -> list[str]:
