@@ -90,6 +90,9 @@ class DeviceBackend(abc.ABC):
     """True where one executor runs all jobs of such a program, in Paddle's order: jobs on several streams wait for
     events of each other, which an executor only finds among its own. False where each job has an executor of its own,
     which takes less host memory, see `llmsuite.parallel.program.jobs`."""
+    profiler_target: ClassVar[str | None] = None
+    """Name of the device in `paddle.profiler.ProfilerTarget`: its kernels are in a trace beside the calls of the host.
+    None where a trace has the calls of the host only."""
     can_offload: ClassVar[bool] = True
     """True where `to_host` frees device memory; False where tensors are already in host memory."""
 
@@ -305,6 +308,10 @@ class DeviceBackend(abc.ABC):
     @abc.abstractmethod
     def peak_memory_bytes(self) -> int:
         """Highest memory use of this process so far: device memory, or resident memory on cpu."""
+
+    def device_name(self) -> str | None:
+        """Name of this rank's device as its driver reports it, such as "NVIDIA H200"; None where that is unknown."""
+        return None
 
     def to_host(self, tensor: Any) -> Any:
         """A copy of a tensor in pinned host memory, which makes copies to and from the device fast; see

@@ -16,6 +16,7 @@ class CustomBackend(DeviceBackend):
 
     collectives = "xccl"
     precisions = ("fp32", "bf16", "fp16")
+    profiler_target = "CUSTOM_DEVICE"
 
     @property
     def _selected(self) -> str:
