@@ -91,7 +91,7 @@ class DeviceBackend(abc.ABC):
     events of each other, which an executor only finds among its own. False where each job has an executor of its own,
     which takes less host memory, see `llmsuite.parallel.program.jobs`."""
     profiler_target: ClassVar[str | None] = None
-    """Name of the device in `paddle.profiler.ProfilerTarget`: its kernels are in a trace beside the calls of the host.
+    """Name of the device in `paddle.profiler.ProfilerTarget`: a trace has its kernels and the calls of the host.
     None where a trace has the calls of the host only."""
     can_offload: ClassVar[bool] = True
     """True where `to_host` frees device memory; False where tensors are already in host memory."""

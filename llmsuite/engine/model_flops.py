@@ -56,15 +56,15 @@ class _DecoderFlops:
     """FLOPs of a forward pass of a decoder, over all ranks."""
 
     of_token: float
-    """Of its layers, for each token."""
+    """FLOPs of its layers for each token."""
     of_square: Mapping[int | None, float]
-    """Of attention, for the square of the length of each document, by the window of the layers."""
+    """FLOPs of attention for the square of the length of each document, by the window of the layers."""
     of_logits: float
-    """Of the logits of a token; 0 for a head of scores."""
+    """FLOPs of the logits of a token; 0 for a head of scores."""
     prefix: int = 0
     """Tokens before each document that attention computes with (prefix tuning)."""
     of_prefix: float = 0.0
-    """Of the network that makes the prefix, for each micro-batch."""
+    """FLOPs of the network that makes the prefix, for each micro-batch."""
 
     @classmethod
     def from_shape(cls, shape: ShapeSpec, has_logits: bool, prefix: int = 0, of_prefix: float = 0.0) -> _DecoderFlops:
