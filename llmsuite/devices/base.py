@@ -92,7 +92,8 @@ class DeviceBackend(abc.ABC):
     which takes less host memory, see `llmsuite.parallel.program.jobs`."""
     profiler_target: ClassVar[str | None] = None
     """Name of the device in `paddle.profiler.ProfilerTarget`: a trace has its kernels and the calls of the host.
-    None where a trace has the calls of the host only."""
+    None where a trace has the calls of the host only, as with a custom device whose plug-in has no profiler: asked for
+    one, Paddle 3.3.1 raises NotImplementedError. A plug-in that has one is "CUSTOM_DEVICE"."""
     can_offload: ClassVar[bool] = True
     """True where `to_host` frees device memory; False where tensors are already in host memory."""
 

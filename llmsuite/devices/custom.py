@@ -16,7 +16,6 @@ class CustomBackend(DeviceBackend):
 
     collectives = "xccl"
     precisions = ("fp32", "bf16", "fp16")
-    profiler_target = "CUSTOM_DEVICE"
 
     @property
     def _selected(self) -> str:

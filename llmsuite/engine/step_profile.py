@@ -86,11 +86,7 @@ class StepProfile:
         self._stop()
 
     def _start(self) -> None:
-        targets = [paddle.profiler.ProfilerTarget.CPU]
-        if self._backend.profiler_target is not None:
-            targets.append(paddle.profiler.ProfilerTarget[self._backend.profiler_target])
-        # without a function of its own, Paddle writes a trace into the working directory
-        self._profiler = paddle.profiler.Profiler(targets=targets, on_trace_ready=lambda profiler: None)
+        self._profiler = _profiler(self._backend)
         if self._profiler.profiler is None:  # Paddle has one for each process
             self._profiler = None
             raise UserError(
@@ -117,7 +113,16 @@ class StepProfile:
             report(f"warning: train.profile: {error}")
             return
         if self._rank == 0:
-            report(f"profile of the steps {steps[0]} to {steps[-1]}: {path}, and one of each other rank")
+            report(f"traces of steps {steps[0]} to {steps[-1]}: {self._directory}")
+
+
+def _profiler(backend: DeviceBackend) -> paddle.profiler.Profiler:
+    """Make a profiler of the host, and of the device where it has one."""
+    targets = [paddle.profiler.ProfilerTarget.CPU]
+    if backend.profiler_target is not None:
+        targets.append(paddle.profiler.ProfilerTarget[backend.profiler_target])
+    # without a function of its own, Paddle writes a trace into the working directory
+    return paddle.profiler.Profiler(targets=targets, on_trace_ready=lambda profiler: None)
 
 
 def _exported(profiler: paddle.profiler.Profiler) -> dict[str, Any]:
