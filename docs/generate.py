@@ -235,8 +235,9 @@ family that runs the same code, on CPU processes. Loss and gradient norm of each
 of those, see `margin_rounding` in tests/tools/matrix.py); of a recipe that does not train, all answers equal those of
 one process to the token. A cell names the modes whose runs have all passed; in to_static the decoder layers are
 compiled and nothing else ([what that means](../guide/parallelism.md#which-strategy)), and some keys are refused
-([rules](rules.md)). `make test-further` runs a few again, and fails when a recipe is no longer the one that was run.
-Paddle {paddle}, float32.
+([rules](rules.md)). In program a step is one program
+([`program: step`](../guide/parallelism.md#whole-steps-as-programs)), for recipes that say so. `make test-further` runs
+a few again, and fails when a recipe is no longer the one that was run. Paddle {paddle}, float32.
 
 A large mesh is cut down to eight processes: its largest degree is halved until they are, and an axis that was cut
 stays cut.

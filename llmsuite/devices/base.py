@@ -95,6 +95,10 @@ class DeviceBackend(abc.ABC):
     float32 needs; with 16-bit parameters the engine adds gradients itself."""
     runs_step_programs_on_ranks: ClassVar[bool] = True
     """True where several ranks may run the static program of a full step (`engine.program: step`)."""
+    profiler_target: ClassVar[str | None] = None
+    """Name of the device in `paddle.profiler.ProfilerTarget`: a trace has its kernels and the calls of the host.
+    None where a trace has the calls of the host only, as with a custom device whose plug-in has no profiler: asked for
+    one, Paddle 3.3.1 raises NotImplementedError. A plug-in that has one is "CUSTOM_DEVICE"."""
     can_offload: ClassVar[bool] = True
     """True where `to_host` frees device memory; False where tensors are already in host memory."""
 
@@ -314,6 +318,10 @@ class DeviceBackend(abc.ABC):
     @abc.abstractmethod
     def peak_memory_bytes(self) -> int:
         """Highest memory use of this process so far: device memory, or resident memory on cpu."""
+
+    def device_name(self) -> str | None:
+        """Name of this rank's device as its driver reports it, such as "NVIDIA H200"; None where that is unknown."""
+        return None
 
     def to_host(self, tensor: Any) -> Any:
         """A copy of a tensor in pinned host memory, which makes copies to and from the device fast; see

@@ -21,6 +21,7 @@ class GpuBackend(DeviceBackend):
     precisions = ("fp32", "bf16", "fp16")
     supports_interleaving = True  # see `devices.tensors`
     supports_step_pipelines = True
+    profiler_target = "GPU"
     install = (
         "pip uninstall -y paddlepaddle && "
         "pip install paddlepaddle-gpu==3.3.1 -i https://www.paddlepaddle.org.cn/packages/stable/cu126/"
@@ -54,6 +55,11 @@ class GpuBackend(DeviceBackend):
 
     def configure_predictor(self, config: Any, number: int, num_threads: int) -> None:
         config.enable_use_gpu(512, number)  # MiB that are allocated at the start
+
+    def device_name(self) -> str | None:
+        import paddle
+
+        return str(paddle.device.cuda.get_device_name())
 
     def peak_memory_bytes(self) -> int:
         import paddle

@@ -20,6 +20,7 @@ class XpuBackend(DeviceBackend):
     visible_devices = ("XPULINK_VISIBLE_DEVICES", "XPU_VISIBLE_DEVICES")
     precisions = ("fp32", "bf16", "fp16")
     supports_step_pipelines = True
+    profiler_target = "XPU"
     install = (
         "pip uninstall -y paddlepaddle && "
         "pip install paddlepaddle-xpu==3.3.1 -i https://www.paddlepaddle.org.cn/packages/stable/xpu-p800/"

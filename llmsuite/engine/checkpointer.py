@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from llmsuite.base.errors import UserError
 from llmsuite.base.progress import report
+from llmsuite.base.spans import span, spanned
 from llmsuite.checkpoint.adapter_dir import Adapters
 from llmsuite.checkpoint.background import Writer, room_for_copy
 from llmsuite.checkpoint.directory import Best, load_best, save_best
@@ -104,6 +105,7 @@ class Checkpointer:
         """Return True if the user has created the file `save-now` in the directory of the run; remove the file."""
         return self._request.requested()
 
+    @spanned("checkpoint")
     def save(self, state: TrainState, overlaps: bool = True) -> None:
         """Save this step, unless it is saved already. Waits for the previous save, and until the values are copied to
         the host; or, if training does not `overlap` with the writing, until they are written, which needs no copy."""
@@ -147,7 +149,8 @@ class Checkpointer:
             job = stage_to_cpu(job)
 
         def write() -> None:
-            path = save(job)
+            with span("write checkpoint"):
+                path = save(job)
             if path is not None:
                 self._done.append((state.step, path))
 

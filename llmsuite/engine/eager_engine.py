@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from llmsuite.base.errors import UserError
+from llmsuite.base.spans import span
 from llmsuite.contract.schema.engine import EngineSection
 from llmsuite.contract.schema.recipe import TrainSection
 from llmsuite.devices.base import DeviceBackend
@@ -85,13 +86,15 @@ class EagerEngine(TrainEngine):
         for action in actions:
             if not action.forward:
                 self.optimizer.begin_backward(is_last=action in last_backward)
-                model.backward(action, scale)
+                with span("backward"):
+                    model.backward(action, scale)
                 continue
             batch = passes.batch_of(action, batches.pop)
             if batch is not None:
                 ledger.count(**{name: batch[entry] for name, entry in COUNTS.items()})
             lengths = batch.get("lengths") if batch is not None else None
-            terms = passes.forward(action, loss, batch, lengths)
+            with span("forward"):
+                terms = passes.forward(action, loss, batch, lengths)
             if terms is not None:
                 if model.is_last and terms.total.stop_gradient:
                     raise UserError(

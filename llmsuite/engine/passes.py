@@ -12,8 +12,10 @@ from typing import Any, TypeVar
 
 import paddle
 
+from llmsuite.base.spans import span
 from llmsuite.contract.specs import PrePassKind
 from llmsuite.engine.batch import Batch
+from llmsuite.engine.model_flops import StepWork
 from llmsuite.engine.objective import Objective
 from llmsuite.parallel import collective
 from llmsuite.parallel.loss_ledger import LossLedger
@@ -88,6 +90,8 @@ class MicroBatchLoader:
         """Ratios of sums and weights of the pre-passes; `pop` adds them to every batch."""
         self.seconds = 0.0
         """Time spent in `collate`."""
+        self.work = StepWork()
+        """Sizes of the micro-batches popped so far."""
 
     @classmethod
     def collated(cls, batches: Sequence[Any]) -> MicroBatchLoader:
@@ -104,7 +108,8 @@ class MicroBatchLoader:
         if number not in self._batches:
             assert self._collate is not None
             start = time.perf_counter()
-            self._batches[number] = self._collate(self.samples[number])
+            with span("collate"):
+                self._batches[number] = self._collate(self.samples[number])
             self.seconds += time.perf_counter() - start
         return self._batches[number]
 
@@ -118,6 +123,7 @@ class MicroBatchLoader:
         """Return the batch of a micro-batch, and release it."""
         batch = self.get(number)
         del self._batches[number]
+        self.work.add(batch)
         if self.prepass_stats is None:
             return batch
         return {**batch, "prepass_stats": self.prepass_stats}
@@ -152,7 +158,7 @@ def run_prepasses(passes: Passes, batches: MicroBatchLoader, num_counted: int | 
             continue
         passes.model.eval()
         contexts = {"adapters_off": passes.model.adapters_off, "reference": passes.reference}
-        with contexts.get(kind, contextlib.nullcontext)():
+        with span(f"prepass {kind}"), contexts.get(kind, contextlib.nullcontext)():
             for action in passes.actions(len(batches)):
                 if not action.forward:
                     continue

@@ -36,7 +36,7 @@ _FREE_ON_RESUME = (
     "checkpoint", "launch", "parallel", "loggers", "output_dir", "device", "engine", "source",
     "train.on_nonfinite", "train.on_spike", "train.spike_factor", "train.max_bad_steps",
     "train.log_steps", "train.eval_steps", "train.early_stopping", "train.loss_watchdog",
-    "train.micro_batch_size", "train.micro_batch_tokens",
+    "train.peak_tflops", "train.profile", "train.micro_batch_size", "train.micro_batch_tokens",
     "data.group_by_length", "data.num_workers", "rollout.openai", "rollout.batch_size",
     "reward.workers", "environment.workers", "lora.init_passes", "generation",
 )  # fmt: skip

@@ -17,6 +17,7 @@ from llmsuite.base.errors import AgreedError
 from llmsuite.base.locks import lock_directory
 from llmsuite.base.progress import report
 from llmsuite.base.redaction import redacted_data
+from llmsuite.base.spans import span, spanned
 from llmsuite.checkpoint.model_dir import without_carried
 from llmsuite.checkpoint.train_state import TrainState
 from llmsuite.contract.registry import Registry
@@ -47,6 +48,7 @@ from llmsuite.engine.local_storage import claim_directory, find_local_storage, l
 from llmsuite.engine.lora_ga import GradientInit, init_from_gradients
 from llmsuite.engine.loss_scale import LossScale, NoLossScale
 from llmsuite.engine.loss_watchdog import LossWatchdog
+from llmsuite.engine.model_flops import ModelFlops
 from llmsuite.engine.model_state import FullModelState, needed_tensors
 from llmsuite.engine.output import NullOutput, Output, WatchedDirectory
 from llmsuite.engine.passes import MicroBatchLoader, Passes
@@ -65,6 +67,7 @@ from llmsuite.engine.rollouts import RolloutDataLoader, RolloutEngine, rollout_e
 from llmsuite.engine.rules import StepRules
 from llmsuite.engine.sample_source import SampleSource, StepSamples
 from llmsuite.engine.stage import Stage, StatefulStage
+from llmsuite.engine.step_profile import StepProfile
 from llmsuite.engine.stop import StopRequest
 from llmsuite.engine.stragglers import stragglers
 from llmsuite.engine.teacher import teacher_digest
@@ -76,6 +79,7 @@ from llmsuite.observe.loggers import Loggers
 from llmsuite.observe.metrics import RateWindow, epoch_position, evaluation_at
 from llmsuite.parallel import collective
 from llmsuite.parallel.ledger_entries import REQUESTS
+from llmsuite.planning.cost import peak_flops
 from llmsuite.recipe.critic import critic_plans
 from llmsuite.recipe.plans import TrainPlan
 from llmsuite.recipe.resolve import RunPlan
@@ -144,6 +148,9 @@ class Trainer:
         self._eval_batches = [found.micro_batches(mesh, train.micro_batch_size) for found in data.evaluations]
         self.early_stopping = _early_stopping(plan.train)
         self.loss_watchdog = LossWatchdog.from_section(train.loss_watchdog)
+        self._profile = StepProfile(train.profile, plan.output_dir, backend, collective.rank())
+        self._profile.check(self.cadence.total_steps)
+        self._model_flops = ModelFlops.from_plans(plan.model, plan.parallel, plan.train)
 
         # model
         if plan.model.shard_plan.is_auto_parallel:
@@ -290,12 +297,13 @@ class Trainer:
         cadence = self.cadence
         self.built.part.train()
         self.init_adapters()
-        self.window = RateWindow(collective.num_ranks())
+        self.window = RateWindow(collective.num_ranks(), self._peak_flops)
         if self._stop_file.requested():  # it was meant for an earlier process
             report("removed a file stop-now from before the first step")
-        with contextlib.closing(self._sample_source()) as source:
+        with contextlib.closing(self._sample_source()) as source, self._profile:
             while not self._is_over:
                 self.step += 1
+                self.window.exclude(self._profile.begin_step(self.step))
                 started = time.perf_counter()
                 waited = calls.waited()
                 samples = self._next_samples(source)
@@ -307,6 +315,8 @@ class Trainer:
                 metrics = self.engine.step(self.step, samples.batches, requests, is_logged)
                 metrics = source.finish_step(metrics)
                 self.window.busy += time.perf_counter() - started - (calls.waited() - waited)
+                if self._model_flops is not None and self.mesh.counts_losses:
+                    self.window.flops += self._model_flops.of(samples.batches.work)
                 self.samples = source.samples
                 # requests are summed over the ranks: a signal to any rank stops all of them after the same step
                 stopping, saving, is_bad = (metrics.pop(name, 0.0) > 0 for name in (*REQUESTS, "roll_back"))
@@ -351,7 +361,8 @@ class Trainer:
     def _next_samples(self, source: SampleSource) -> StepSamples:
         """Return the samples of this step. Where a rollout fails, the steps before it are saved."""
         try:
-            return source.next_step(self.step)
+            with span("data" if self.rollouts is None else "rollout"):
+                return source.next_step(self.step)
         except AgreedError:
             self.step -= 1
             if self.step:
@@ -379,19 +390,30 @@ class Trainer:
             self.output.stepped(self.step)
             return
         memory = self.backend.peak_memory_bytes()
+        flops = self.window.flops
         slow = dict[str, float]()
         if collective.num_ranks() > 1:
             # a collective call: all ranks record the same steps
-            by_rank = collective.all_gather_floats([self.window.busy / self.window.steps, memory])
-            seconds, bytes_ = map(list, zip(*by_rank))
+            own = [self.window.busy / self.window.steps, memory, flops]
+            seconds, bytes_, flops_of_ranks = map(list, zip(*collective.all_gather_floats(own)))
+            flops = sum(flops_of_ranks)
             slow = stragglers(self.mesh, seconds)
             self.output.rank_numbers(self.step, {"busy_seconds": seconds, "peak_memory_bytes": bytes_})
         at = epoch_position(self.samples, self.cadence.global_batch_size, self.data.order.epoch_length)
-        rates = self.window.rates()
+        rates = self.window.rates(flops)
         self.checkpointer.check()
         self.output.logged(self.step, {**at, **metrics, **rates, "peak_memory_bytes": memory, **slow})
         self.window.reset()
 
+    @property
+    def _peak_flops(self) -> float | None:
+        """Peak of a device in FLOP/s, of the recipe or of the device's data sheet; None where it is unknown."""
+        given = self.plan.train.section.peak_tflops
+        if given is not None:
+            return given * 1e12
+        return peak_flops(self.backend.device_name(), self.plan.parallel.engine.precision)
+
+    @spanned("evaluation")
     def evaluate(self) -> None:
         """Evaluate on each set of the evaluation data, and keep the checkpoint if it is the best so far."""
         metrics = dict[str, float]()

@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any
 
 from llmsuite.base.files import os_errors
+from llmsuite.base.spans import is_recording, span
 
 ENVIRONMENT = "LLMSUITE_CALLS"
 """Set by the launcher: the directory of the recordings, `N.calls` for rank N."""
@@ -209,13 +210,34 @@ class _Nothing(contextlib.nullcontext[None]):
         pass
 
 
+class _TracedCall:
+    """A call that is a span of a trace too."""
+
+    def __init__(self, name: str, call: RecordedCall | _Nothing):
+        self._span = span(name)
+        self._call = call
+
+    def __enter__(self) -> None:
+        self._span.__enter__()
+        self._call.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._call.__exit__(kind, error, trace)
+        self._span.__exit__(kind, error, trace)
+
+    def end(self) -> None:
+        self._call.end()
+
+
 _NOTHING = _Nothing()
 
 
 def recorded(
     what: str, tensor: Any, group: Any, ranks: Sequence[int] | None = None, same: bool = True
-) -> RecordedCall | _Nothing:
-    """Record the call that the block makes.
+) -> RecordedCall | _Nothing | _TracedCall:
+    """Record the call that the block makes, also in a trace of this rank, where there is one (`base.spans`).
 
     Args:
         what: the operation.
@@ -224,9 +246,10 @@ def recorded(
         ranks: of the group, if it is not a group of Paddle's.
         same: the tensors of all ranks have the same shape.
     """
-    if _log is None:
-        return _NOTHING
-    return RecordedCall(_log, _log.begin(what, group, ranks, tensor.shape if same else (), tensor.dtype))
+    call: RecordedCall | _Nothing = _NOTHING
+    if _log is not None:
+        call = RecordedCall(_log, _log.begin(what, group, ranks, tensor.shape if same else (), tensor.dtype))
+    return _TracedCall(what, call) if is_recording() else call
 
 
 # the launcher's side

@@ -98,6 +98,11 @@ class LayerSpec:
     is_mtp: bool = False
     """True where it is a `moe.MTPLayer`: it takes the embedding of the next token too, and its output is normed."""
 
+    @property
+    def window(self) -> int | None:
+        """Size of its attention window in tokens; None for full causal attention."""
+        return self.attention.window if isinstance(self.attention, GroupedQuery) else None
+
     def compiles(self, parameter: str) -> bool:
         """True if `to_static` compiles the module of this layer that has a parameter with this full name."""
         return not isinstance(self.mlp, MoE) or any(f".{module}." in parameter for module in ATTENTION_MODULES)

@@ -16,7 +16,7 @@ _MAX_RANKS = 16
 """Most ranks with a curve each; of more, the least busy, the median and the busiest are shown."""
 _DIGITS = 6
 _NO_CHART = (
-    *("schema", "step", "epoch", "batch", "tokens", "supervised_tokens", "speed", "ips"),
+    *("schema", "step", "epoch", "batch", "tokens", "supervised_tokens", "speed", "ips", "model_flops"),
     *("straggler/*", "completions/length_min", "completions/length_max", "skipped"),
 )
 """Metrics that locate a record, or that are shown elsewhere."""
@@ -104,6 +104,8 @@ CHARTS = (
     Chart("learning_rate", "Learning rate", "", (("learning_rate", ""),), _UPDATE),
     Chart("grad_norm", "Gradient norm", "", (("grad_norm", ""),), _UPDATE, log=True),
     Chart("throughput", "Throughput", "tokens/s", (("ips_total", ""),), _SPEED),
+    Chart("model_tflops", "Model FLOPs of a device", "TFLOP/s", (("model_tflops", ""),), _SPEED),
+    Chart("mfu", "Model FLOPs utilization", "share", (("mfu", ""),), _SPEED),
     Chart("memory", "Peak memory of rank 0", "GB", (("peak_memory_bytes", ""),), _SPEED, scale=1e-9),
     Chart("data_wait", "Time of a step", "s", (("avg_batch_cost", "total"), ("avg_reader_cost", "reading data"),
                                               ("avg_rollout_cost", "sampling completions")), _SPEED),

@@ -86,10 +86,14 @@ def epoch_position(samples: int, batch_size: int, epoch_size: int) -> dict[str, 
 
 
 class RateWindow:
-    """Times and tokens since the last record, for averages."""
+    """Times, tokens and FLOPs since the last record, for averages."""
 
-    def __init__(self, num_ranks: int):
+    def __init__(self, num_ranks: int, peak_flops: float | None = None):
+        """`peak_flops` is the peak of a device in FLOP/s; None where it is unknown."""
         self._num_ranks = num_ranks
+        self._peak_flops = peak_flops
+        self.flops = 0.0
+        """Model FLOPs of these steps for the samples of this rank."""
         self.steps = 0
         """Steps since the last record."""
         self.busy = 0.0
@@ -100,6 +104,7 @@ class RateWindow:
         self._start = time.perf_counter()
         self.steps = 0
         self.busy = 0.0
+        self.flops = 0.0
         self._reader = 0.0
         self._tokens = 0.0
         self._rollout: float | None = None
@@ -116,10 +121,21 @@ class RateWindow:
         """Exclude time that was not spent on steps."""
         self._start += seconds
 
-    def rates(self) -> dict[str, float]:
-        """Averages over the steps added: seconds per step, steps and tokens per second."""
+    def rates(self, flops: float = 0.0) -> dict[str, float]:
+        """Averages over the steps added: seconds per step, steps and tokens per second, model FLOPs of a step, and of a
+        second on a device in TFLOP/s and as a fraction of its peak.
+
+        Args:
+            flops: model FLOPs of these steps, of all ranks; 0 where they are unknown.
+        """
         elapsed = time.perf_counter() - self._start
         rollout = {} if self._rollout is None else {"avg_rollout_cost": self._rollout / self.steps}
+        use = dict[str, float]()
+        if flops:
+            speed = flops / elapsed / self._num_ranks
+            use = {"model_flops": flops / self.steps, "model_tflops": speed / 1e12}
+            if self._peak_flops is not None:
+                use["mfu"] = speed / self._peak_flops
         return {
             "avg_reader_cost": self._reader / self.steps,
             **rollout,
@@ -127,4 +143,5 @@ class RateWindow:
             "speed": self.steps / elapsed,
             "ips_total": self._tokens / elapsed,
             "ips": self._tokens / elapsed / self._num_ranks,
+            **use,
         }

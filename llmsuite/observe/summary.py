@@ -189,6 +189,8 @@ def _speed(run: Run) -> Card | None:
     cost = ""
     if isinstance(devices, int):
         cost = f"{devices * 1000 / speed:.3g} device seconds per 1,000 tokens"
+    if use := [r["mfu"] for r in run.steps[-_RECENT:] if r.get("mfu")]:
+        cost += f"{', ' if cost else ''}{sum(use) / len(use):.1%} MFU"
     shown = f"{speed:,.4g}" if speed < 1000 else f"{speed:,.0f}"
     return Card("Tokens per second", shown, cost)
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import paddle
 
 from llmsuite.base.errors import UserError
+from llmsuite.base.spans import spanned
 from llmsuite.base.typing import Tensor
 from llmsuite.devices.tensors import tensor_of
 from llmsuite.parallel import collective
@@ -91,6 +92,7 @@ class LossLedger:
         their samples with another."""
         self._requests.update(numbers)
 
+    @spanned("loss ledger")
     def reduce(self) -> tuple[float, dict[str, float]]:
         """Sum over all data ranks. Every rank has to call it; ranks that load data with the same names.
 

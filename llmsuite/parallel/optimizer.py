@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import paddle
 
+from llmsuite.base.spans import spanned
 from llmsuite.base.typing import Tensor
 from llmsuite.contract.schema.recipe import TrainSection
 from llmsuite.devices.base import DeviceBackend
@@ -118,6 +119,7 @@ class Optimizer(BaseOptimizer):
         for shard in self.shards:
             shard.is_last_pass = is_last
 
+    @spanned("gradients")
     @paddle.no_grad()
     def finish_gradients(self, weight: float) -> float:
         """Reduce the gradients over the ranks, and find the factor that the update multiplies them by: it divides them
@@ -166,6 +168,7 @@ class Optimizer(BaseOptimizer):
         for shard in self.shards:
             shard.drop_gradient()
 
+    @spanned("optimizer")
     @paddle.no_grad()
     def step(self, step: int) -> None:
         """Update the parameters and drop the gradients."""

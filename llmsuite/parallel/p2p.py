@@ -13,6 +13,7 @@ from typing import Any
 import paddle
 import paddle.distributed as dist
 
+from llmsuite.base.spans import span
 from llmsuite.base.typing import Tensor
 from llmsuite.launch import calls
 from llmsuite.parallel import edges
@@ -64,14 +65,16 @@ class P2PChannels:
         call = calls.recorded("send", copy, group)
         if dist.get_backend(group) != "GLOO":
             self._forget_finished()
-            self._tasks.append(dist.isend(copy, peer, group))
+            with span("send"):
+                self._tasks.append(dist.isend(copy, peer, group))
             call.end()
             return
 
         # Gloo's send waits for its receiver, and in 1F1B neighbours send to each other at the same time: so a thread
         # for each direction sends, in the order of the calls
         def job() -> None:
-            group.process_group.send(copy, group.get_group_rank(peer), True).wait()
+            with span("send"):
+                group.process_group.send(copy, group.get_group_rank(peer), True).wait()
             call.end()
 
         if forward not in self._senders:

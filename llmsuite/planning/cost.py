@@ -49,6 +49,29 @@ HARDWARE = {
 }
 
 
+NAMES = {
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H800": "h800",
+    "NVIDIA H200": "h200",
+    "NVIDIA A100-SXM4-40GB": "a100",
+    "NVIDIA A100-SXM4-80GB": "a100",
+    "NVIDIA A100-PCIE-40GB": "a100",
+    "NVIDIA A100 80GB PCIe": "a100",
+    "NVIDIA A800-SXM4-80GB": "a800",
+    "NVIDIA A800 80GB PCIe": "a800",
+}
+"""Devices of `HARDWARE` by the names that their drivers report, those with the peak of the table only: an H100 with a
+PCIe connector has a lower one."""
+
+
+def peak_flops(device_name: str | None, precision: str) -> float | None:
+    """Peak of a device's matrix products in FLOP/s, by the name that its driver reports; None where it is unknown, and
+    in float32, whose peak is another one."""
+    if device_name not in NAMES or precision not in ("bf16", "fp16"):
+        return None
+    return HARDWARE[NAMES[device_name]].flops
+
+
 @dataclasses.dataclass(frozen=True)
 class Efficiency:
     """Fractions of the peaks that a step reaches."""
@@ -83,6 +106,14 @@ def layer_flops(layer: LayerSpec, hidden: int, batch: MicroBatch, prefix: int = 
     """FLOPs of a layer's forward pass, over all ranks: 2 for each weight a token is multiplied with, plus attention, of
     which a causal kernel computes half of the pairs of tokens. Attention also computes with `prefix` more tokens
     (prefix tuning), which are not multiplied with matrices."""
+    length = float(batch.length + prefix)
+    unseen = max(length - layer.window, 0.0) if layer.window else 0.0
+    attention = attention_width(layer) * batch.rows * (length**2 - unseen**2)
+    return 2.0 * token_weights(layer, hidden) * batch.tokens + attention
+
+
+def token_weights(layer: LayerSpec, hidden: int) -> float:
+    """Number of weights of a layer that a token is multiplied with."""
     what = layer.attention
     mlp = layer.mlp
     if isinstance(what, Latent):
@@ -90,27 +121,35 @@ def layer_flops(layer: LayerSpec, hidden: int, batch: MicroBatch, prefix: int = 
         first = hidden * queries if what.q_rank is None else what.q_rank * (hidden + queries)
         weights = first + hidden * (what.kv_rank + what.rope)
         weights += what.kv_rank * what.heads * (what.nope + what.value) + what.heads * what.value * hidden
-        each = what.heads * (what.nope + what.rope + what.value)
     else:
         assert isinstance(what, GroupedQuery)
         weights = hidden * what.head_size * (2 * what.heads + 2 * what.kv_heads)
-        each = 2 * what.heads * what.head_size
     if isinstance(mlp, MoE):
         weights += hidden * (3 * (mlp.chosen * mlp.width + mlp.shared_width) + mlp.experts)
     else:
         weights += hidden * mlp.width * (2 if isinstance(mlp, GeluMLP) else 3)
     if layer.is_mtp:
         weights += 2 * hidden * hidden
-    length = float(batch.length + prefix)
-    hidden_tokens = 0.0
-    if isinstance(what, GroupedQuery) and what.window:
-        hidden_tokens = max(length - what.window, 0.0)
-    return 2.0 * weights * batch.tokens + each * batch.rows * (length**2 - hidden_tokens**2)
+    return float(weights)
+
+
+def attention_width(layer: LayerSpec) -> int:
+    """FLOPs of a layer's attention for each square of a length in tokens: 2 for each of the two products of each
+    element of a head, of half of the pairs of tokens."""
+    what = layer.attention
+    if isinstance(what, Latent):
+        return what.heads * (what.nope + what.rope + what.value)
+    return 2 * what.heads * what.head_size
 
 
 def head_flops(shape_spec: ShapeSpec, batch: MicroBatch) -> float:
     """FLOPs of the logits."""
-    return 2.0 * shape_spec.hidden * shape_spec.vocabulary * batch.supervised
+    return logit_flops(shape_spec) * batch.supervised
+
+
+def logit_flops(shape_spec: ShapeSpec) -> float:
+    """FLOPs of the logits of a token."""
+    return 2.0 * shape_spec.hidden * shape_spec.vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,13 +168,12 @@ def part_costs(layout: Layout, train_plan: TrainPlan, shape_spec: ShapeSpec, bat
     model_plan = layout.model_plan
     last = len(layout.bounds) - 2
     prefix = model_plan.prefix.tokens or 0
-    # the network of a prefix multiplies each of these parameters with each token of the prefix
-    shared, made = _prefix_network(layout)
+    for_prefix = prefix_flops(layout)
     times = 1 if model_plan.is_frozen else 2
     costs = []
     for part in range(last + 1):
         each = {
-            i: layer_flops(shape_spec.layers[i], shape_spec.hidden, batch, prefix) + 2.0 * prefix * (shared + made)
+            i: layer_flops(shape_spec.layers[i], shape_spec.hidden, batch, prefix) + for_prefix
             for i in layout.layers_of(part)
         }
         again = sum(f for i, f in each.items() if engine.recomputes_layer(i))
@@ -157,11 +195,13 @@ def part_costs(layout: Layout, train_plan: TrainPlan, shape_spec: ShapeSpec, bat
     return costs
 
 
-def _prefix_network(layout: Layout) -> tuple[int, float]:
-    """Parameters of the matrix that all layers share of a network that makes prefixes, and of those of one layer."""
+def prefix_flops(layout: Layout) -> float:
+    """FLOPs with which the network that makes prefixes makes that of one layer, for a micro-batch; 0 without one."""
     sizes = {n: math.prod(shape) for n, shape in layout.shapes.items() if n.rpartition(".")[2] in (INNER, *OUTER)}
-    shared = sizes.get(f"{NETWORK}.{INNER}", 0)
-    return shared, (sum(sizes.values()) - shared) / layout.num_layers
+    shared = sizes.get(f"{NETWORK}.{INNER}", 0)  # a matrix that all layers share
+    made = (sum(sizes.values()) - shared) / layout.num_layers
+    # each of these parameters is multiplied with each token of the prefix
+    return 2.0 * (layout.model_plan.prefix.tokens or 0) * (shared + made)
 
 
 def wire_bytes(message: Message, size: int) -> float:

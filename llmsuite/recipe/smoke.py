@@ -77,6 +77,8 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
         "train.eval_steps": REMOVE,
         "train.early_stopping": REMOVE,
         "train.loss_watchdog": REMOVE,
+        "train.peak_tflops": REMOVE,
+        "train.profile": REMOVE,
         "checkpoint.save_steps": 4,
         **_launch(recipe, tp * pp * data),
         **_of_stage(loaded, stage),

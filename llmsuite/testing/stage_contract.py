@@ -31,7 +31,8 @@ SAVED_STEP = 2
 LIMIT = 1e-6
 """Largest relative difference between one rank and two, in float32."""
 _TIMING_METRICS = (
-    "avg_reader_cost", "avg_rollout_cost", "avg_batch_cost", "speed", "ips_total", "ips", "peak_memory_bytes",
+    "avg_reader_cost", "avg_rollout_cost", "avg_batch_cost", "speed", "ips_total", "ips", "model_tflops", "mfu",
+    "peak_memory_bytes",
 )  # fmt: skip
 
 

@@ -164,7 +164,10 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
 
 
 # what a record says of the machine rather than of the model
-_TIMES = {"avg_reader_cost", "avg_rollout_cost", "avg_batch_cost", "speed", "ips_total", "ips", "peak_memory_bytes"}
+_TIMES = {
+    "avg_reader_cost", "avg_rollout_cost", "avg_batch_cost", "speed", "ips_total", "ips", "model_tflops", "mfu",
+    "peak_memory_bytes",
+}  # fmt: skip
 
 
 def learnt(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -38,12 +38,14 @@ from tests.support.paths import ROOT
 REPORT = ROOT / "docs" / "notes" / "support.json"
 STEPS = 3
 MODES = ("dynamic", "to_static")
+PROGRAM = "program"
+"""Mode of a recipe whose steps are one program each, `to_static` with `program: step`."""
 _IN_BOTH = ("pretrain", "sft", "lora", "dpo")
 """Recipes with these names are run in both modes, the others in their own."""
 # as the recipes, but small steps of AdamW's denominator and of a rate that moves; tests/parity/cases.py says why
 _COMMON = (
-    f"--train.max_steps={STEPS}", "--train.global_batch_size=8", "--train.warmup_ratio=0", "--train.adam_epsilon=1e-2",
-    "--train.log_steps=1", "--data.max_length=64", "--data.eval=null", "--checkpoint.save_steps=null",
+    f"--train.max_steps={STEPS}", "--train.warmup_ratio=0", "--train.adam_epsilon=1e-2", "--train.log_steps=1",
+    "--data.max_length=64", "--data.eval=null", "--checkpoint.save_steps=null",
 )  # fmt: skip
 _RATE = {False: "--train.learning_rate=3e-3", True: "--train.learning_rate=0.03"}
 """Learning rate of models and (True) of adapters, whose first gradients are small beside such an epsilon."""
@@ -51,7 +53,7 @@ _RATE = {False: "--train.learning_rate=3e-3", True: "--train.learning_rate=0.03"
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A recipe in one of the two modes."""
+    """A recipe in one of the modes."""
 
     recipe: str
     """`family/name`."""
@@ -76,12 +78,21 @@ class Entry:
         stage = registry.stages[data["stage"]]
         # a rollout of several steps would need as many
         updates = [f"--{stage.name}.updates=1"] if data.get(stage.name, {}).get("updates", 1) > 1 else []
-        return [*_COMMON, _RATE["adapters_only" in stage.capabilities], *updates] if stage.trains else []
+        # pipelines of programs need two rows or more in a micro-batch, and as many micro-batches as stages
+        size = f"--train.global_batch_size={16 if self._is_program_pipeline else 8}"
+        return [*_COMMON, size, _RATE["adapters_only" in stage.capabilities], *updates] if stage.trains else []
+
+    @property
+    def _is_program_pipeline(self) -> bool:
+        parallel = json.loads((ROOT / self.path).read_text(encoding="utf-8")).get("parallel", {})
+        return self.mode == PROGRAM and parallel.get("pipeline_parallel_degree", 1) > 1
 
     def words(self, registry: Registry) -> list[str]:
         if not self.trains(registry):
             return []
-        return [*self.common(registry), "--train.micro_batch_size=1", f"--engine.mode={self.mode}"]
+        rows = 2 if self._is_program_pipeline else 1
+        mode = "to_static" if self.mode == PROGRAM else self.mode
+        return [*self.common(registry), f"--train.micro_batch_size={rows}", f"--engine.mode={mode}"]
 
     def digest(self, registry: Registry) -> str:
         """Digest of what is run: the keys that the recipe, `--smoke` and this file give, and their values."""
@@ -99,7 +110,9 @@ class Entry:
         """On its own mesh."""
         num_ranks = self.plan(registry).parallel.degrees.num_ranks
         words = self.words(registry)
-        return Case(self.name, num_ranks, words, recipe=self.path, trace=self.trains(registry))
+        # the calls of a program are made by Paddle, where nothing records them
+        is_traced = self.trains(registry) and self.mode != PROGRAM
+        return Case(self.name, num_ranks, words, recipe=self.path, trace=is_traced)
 
     def one(self, registry: Registry) -> Case:
         """The same model and batch in one process; equal ones of several recipes are one case."""
@@ -120,7 +133,8 @@ def entries() -> list[Entry]:
     found = []
     for path in sorted((ROOT / "recipes").glob("*/*.json")):
         recipe = f"{path.parent.name}/{path.stem}"
-        own = str(json.loads(path.read_text(encoding="utf-8")).get("engine", {}).get("mode", "dynamic"))
+        engine = json.loads(path.read_text(encoding="utf-8")).get("engine", {})
+        own = PROGRAM if engine.get("program") == "step" else str(engine.get("mode", "dynamic"))
         found += [Entry(recipe, mode) for mode in (MODES if path.stem in _IN_BOTH else (own,))]
     return found
 
@@ -150,7 +164,8 @@ def run(runner: Runner, chosen: Iterable[Entry], registry: Registry) -> list[dic
             record |= _same_answers(runner, ones[entry].name, entry.name)
         else:
             record |= _compared(runner, ones[entry].name, entry.name, plan)
-            if record["passed"] and not plan.train.profile.updates:  # no plan has the messages of rollouts
+            # no plan has the messages of rollouts, and Paddle makes those of programs
+            if record["passed"] and not plan.train.profile.updates and entry.mode != PROGRAM:
                 record |= _planned(runner, entry.name, plan)
         records.append(record)
     return records

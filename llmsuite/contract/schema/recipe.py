@@ -308,6 +308,23 @@ class LossWatchdogSection(Section):
 
 
 @dataclasses.dataclass(kw_only=True)
+class ProfileSection(Section):
+    """Profile of some steps: each rank writes a trace of them, `profile/steps-A-B.rank-N.json.gz`, for Perfetto."""
+
+    steps: list[PositiveInt] | None = None
+    """The first and the last step of the trace, such as [10, 12]. null: no profile."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.steps is None:
+            return
+        if len(self.steps) != 2:
+            yield "steps", f"has {len(self.steps)} numbers; give the first and the last step, such as [10, 12]"
+        elif self.steps[0] > self.steps[1]:
+            first, last = self.steps
+            yield "steps", f"begins at step {first} and ends at step {last}, before it; write [{last}, {first}]"
+
+
+@dataclasses.dataclass(kw_only=True)
 class TrainSection(Section):
     """Batch sizes, optimizer, learning-rate schedule and length of training."""
 
@@ -391,6 +408,11 @@ class TrainSection(Section):
     loss_watchdog: LossWatchdogSection = dataclasses.field(default_factory=LossWatchdogSection)
     log_steps: PositiveInt = 1
     """Interval in steps at which metrics are printed and recorded."""
+    peak_tflops: PositiveFloat | None = None
+    """Peak of one device in TFLOP/s in the precision of the run, by which metrics have `mfu`, the model FLOPs
+    utilization. Default: that of the device's data sheet, for devices that llmsuite knows by name, in bf16 and fp16;
+    for others there is no `mfu`."""
+    profile: ProfileSection = dataclasses.field(default_factory=ProfileSection)
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if (self.max_steps is None) == (self.num_epochs is None):

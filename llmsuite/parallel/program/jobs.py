@@ -21,6 +21,7 @@ import paddle
 from paddle.base import core
 from paddle.jit.api import switch_to_static_graph
 
+from llmsuite.base.spans import span
 from llmsuite.parallel.schedule import Action
 
 _FORWARD = ("recv_forward", "forward")
@@ -86,11 +87,12 @@ class Jobs:
         returned: list[Any] = []
         for run in self.runs:
             given = {name: parts[name][run.micro_batch] for name in self._inputs[run.job]}
-            returned += self._run(run.job, run.slot, given)
+            with span(run.job):
+                returned += self._run(run.job, run.slot, given)
         scheduler, variable = self._rate
         rate = self._scope.find_var(variable).get_tensor()
         rate.set(np.array([scheduler()], "float32"), self._place)
-        with _by_priority():
+        with _by_priority(), span("update"):
             self._update.run(self._update_program)
         return np.concatenate(returned) if returned else None
 

@@ -26,6 +26,7 @@ import paddle.distributed as dist
 from paddle.base.framework import EagerParamBase
 from paddle.distributed.auto_parallel.api import dtensor_from_local
 
+from llmsuite.base.spans import span, spanned
 from llmsuite.base.typing import Tensor
 from llmsuite.devices.local_parts import tracing_step_program
 from llmsuite.devices.tensors import tensor_of
@@ -128,6 +129,7 @@ class StepPrograms:
         made = (program.run.dist_main_program("train") for program in self._programs.values())
         return Counter(operation.name() for program in made for operation in program.global_block().ops)
 
+    @spanned("program")
     def run(
         self,
         step: int,
@@ -185,7 +187,7 @@ class StepPrograms:
         key = num_micro_batches, tuple((name, array.shape, array.dtype.str) for name, array in inputs.items())
         if key not in self._programs:
             started = time.perf_counter()
-            with paddle.static.scope_guard(self._scope), in_order():
+            with paddle.static.scope_guard(self._scope), in_order(), span("compile"):
                 self._programs[key] = self._build(inputs, num_micro_batches)
             self.build_seconds += time.perf_counter() - started
         return self._programs[key]

@@ -116,11 +116,29 @@ def test_the_rates_of_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
         "ips_total": 200.0,
         "ips": 50.0,
     }
+    assert window.rates(flops=8e12) == {
+        **window.rates(),
+        "model_flops": 4e12,  # of a step
+        "model_tflops": 0.5,  # of each of 4 devices in 4 seconds
+    }
     window.reset()
     window.add({"reader_seconds": 0.0, "tokens": 10.0})
     now[0] += 2.0
     assert window.rates()["ips_total"] == 5.0
     assert window.rates()["avg_reader_cost"] == 0.0
+
+
+def test_flops_are_compared_with_the_peak_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
+    window = RateWindow(num_ranks=2, peak_flops=4e12)
+    window.flops += 1e12
+    window.add({"reader_seconds": 0.0, "tokens": 10.0})
+    now[0] += 1.0
+    assert window.rates(flops=window.flops + 3e12)["mfu"] == 0.5
+    assert "mfu" not in window.rates()
+    window.reset()
+    assert window.flops == 0.0
 
 
 def test_batches_are_counted_in_the_epoch_they_begin_in() -> None:
