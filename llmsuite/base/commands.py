@@ -30,9 +30,9 @@ class Finished:
     code: int
     """Exit code; negative for the signal that has ended it."""
     output: str
-    """What it has printed, with a note where a part is left out."""
+    """Standard output, with a note where a part is left out."""
     errors: str
-    """The same of its standard error."""
+    """Standard error, likewise."""
 
 
 class CommandTimeout(Exception):

@@ -41,6 +41,8 @@ from llmsuite.data.rows import REASONING, Conversation, Message, Prompt, strings
 from llmsuite.data.thoughts import (
     THINK_BLOCK,
     THOUGHT_END,
+    RenderedText,
+    contains,
     earlier_turn_length,
     shared_prompt,
     thought_place,
@@ -146,7 +148,7 @@ class ChatTemplate:
         self._prerendered: _Texts = {}
         """Results of `prerender_turns` and the like."""
         self._prerendered_cut: _Texts = {}
-        """The same with marks between turns."""
+        """Results with marks between turns."""
         try:
             facts = template_facts(source) if self._is_builtin else read_facts(source)
         except RenderError as error:
@@ -481,7 +483,7 @@ class ChatTemplate:
             turn = after[len(before) :]
             span = thought_span(message, turn)
             thoughts = thoughts_of(message)
-            if span is None and thoughts and _contains(turn[thought_place(message, turn)], thoughts):
+            if span is None and thoughts and contains(turn[thought_place(message, turn)], thoughts):
                 raise self._unfit(f"changes the white space in the thoughts of messages[{i}]", ())
             found.append(None if span is None else (before + turn[: span[0]], before + turn[: span[1]]))
         return found
@@ -504,7 +506,7 @@ class ChatTemplate:
         for name in (tool["function"]["name"] for tool in json.loads(tools or "[]")):
             if name not in text:
                 return f"the tool {name!r}"
-        rendered = _Rendered(text)
+        rendered = RenderedText(text)
         for i, message in enumerate(messages):
             for call in message.tool_calls:
                 if call.name not in text:
@@ -527,7 +529,7 @@ class ChatTemplate:
         messages = conversation.messages
         if not any(map(thoughts_of, messages)):
             return []
-        rendered = _Rendered(self.render(messages, tools=conversation.tools, kwargs=conversation.template_kwargs))
+        rendered = RenderedText(self.render(messages, tools=conversation.tools, kwargs=conversation.template_kwargs))
         found = []
         for i, message in enumerate(messages):
             thoughts = thoughts_of(message) if message.role == "assistant" else ""
@@ -674,34 +676,13 @@ def _first_beyond(ends: Mapping[int, int], position: int) -> int:
     return next(i for i, end in ends.items() if end > position)
 
 
-class _Rendered:
-    """A rendered conversation, in which the contents of many turns are looked for."""
-
-    def __init__(self, text: str):
-        """Take the text."""
-        self._text = text
-
-    @functools.cached_property
-    def _squeezed(self) -> str:
-        return "".join(self._text.split())
-
-    def contains(self, content: str) -> bool:
-        """Return True if the text has the content of a turn. Templates may set white space as they like."""
-        return content.strip() in self._text or "".join(content.split()) in self._squeezed
-
-
-def _contains(text: str, content: str) -> bool:
-    """Return True if a text has the content of a turn, as in `_Rendered`."""
-    return _Rendered(text).contains(content)
-
-
 def _is_rendered(content: str, before: str, text: str) -> bool:
     """Return True if a turn that is rendered as `text` after `before` has all of a content.
 
     The generation prompt may have written its beginning already, such as `<think>`; and a template that knows thoughts
     may write them in its own form.
     """
-    if _contains(text, content):
+    if contains(text, content):
         return True
     squeezed = "".join(content.split())
     turn = "".join(text.split())
@@ -710,7 +691,7 @@ def _is_rendered(content: str, before: str, text: str) -> bool:
         if opened.endswith(squeezed[:length]) and turn.startswith(squeezed[length:]):
             return True
     parts = THINK_BLOCK.fullmatch(content)
-    return parts is not None and all(_contains(text, part) for part in parts.groups())
+    return parts is not None and all(contains(text, part) for part in parts.groups())
 
 
 @functools.cache

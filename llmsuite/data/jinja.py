@@ -40,7 +40,7 @@ class Marked:
 
 @dataclasses.dataclass(frozen=True)
 class TemplateFacts:
-    """What is known of a template without rendering it."""
+    """Properties of a template that are known without rendering it."""
 
     variables: list[str]
     """Sorted names of the variables that it reads from outside."""
@@ -58,7 +58,7 @@ class TurnTexts:
     ends: list[int]
     """End of each number of turns in `text`, from 0 turns on."""
     tail: str
-    """What follows the last turn."""
+    """Text after the last turn."""
 
     def first(self, count: int) -> str:
         """Return the conversation of the first `count` turns."""

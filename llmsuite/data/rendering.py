@@ -62,7 +62,7 @@ def render(source: str, variables: Mapping[str, Any] | None) -> str:
 
 
 def read_facts(source: str) -> TemplateFacts:
-    """Return what is known of a template without rendering it. Raises RenderError as `render`."""
+    """Return the facts of a template. Raises RenderError as `render`."""
     return TemplateFacts(**json.loads(render(source, None)))
 
 

@@ -7,6 +7,7 @@ may open them already, or open and close them for a model that is not to think. 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 
@@ -122,3 +123,24 @@ def earlier_turn_length(message: Message, last: str, text: str) -> int | None:
 
 def _squeezed(text: str) -> str:
     return "".join(text.split())
+
+
+class RenderedText:
+    """A rendered conversation, in which the contents of many turns are looked for."""
+
+    def __init__(self, text: str):
+        """Take the text."""
+        self._text = text
+
+    @functools.cached_property
+    def _squeezed(self) -> str:
+        return "".join(self._text.split())
+
+    def contains(self, content: str) -> bool:
+        """Return True if the text has the content of a turn. Templates may set white space as they like."""
+        return content.strip() in self._text or "".join(content.split()) in self._squeezed
+
+
+def contains(text: str, content: str) -> bool:
+    """Return True if a text has the content of a turn, as in `RenderedText`."""
+    return RenderedText(text).contains(content)

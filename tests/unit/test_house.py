@@ -254,6 +254,7 @@ MAY_ASK = {
     "llmsuite.base.web.connection": {"urllib.request", "http.client"},
     "llmsuite.data.remote": {"fsspec"},  # for what is not HTTP
     "llmsuite.base.hub.huggingface": {"requests", "httpx"},  # for errors that the library of the hub raises
+    "llmsuite.base.hub.limited": {"requests", "urllib3"},  # limits of the requests of that library
     "llmsuite.base.hub.modelscope": {"requests"},
 }
 
