@@ -26,6 +26,7 @@ RECIPES = sorted(
 INTERLEAVED = '--parallel={"pipeline_parallel_degree": 2, "pipeline_schedule": "interleaved"}'
 PIPELINE = '--parallel={"pipeline_parallel_degree": 2}'
 STEP = ("--engine.mode=to_static", "--engine.program=step")
+LAYERS = "--engine.program=layers"
 HANGS = "ranks wait for each other"
 WAITS = "does not support it with a pipeline"
 
@@ -79,10 +80,10 @@ def test_rules_for_every_recipe_on_every_device(path: Path, devices: Registry) -
     for device, (interleaved, compiled) in RUNS.items():
         on = f"--device={device}"
         for words, key, is_legal in (
-            ((INTERLEAVED,), "parallel.pipeline_schedule", interleaved),
+            ((INTERLEAVED, LAYERS), "parallel.pipeline_schedule", interleaved),
             ((PIPELINE, *STEP), "engine.program", compiled),
-            ((), "", True),
-            ((PIPELINE,), "", True),
+            ((LAYERS,), "", True),
+            ((PIPELINE, LAYERS), "", True),
             (("--parallel={}", *STEP), "", True),
         ):
             said = _said(path, [on, *words], devices)
