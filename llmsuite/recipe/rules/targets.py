@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from llmsuite.base.errors import UserError
 from llmsuite.contract.schema.rule import Rule, Violation
-from llmsuite.models.head import SCORE
+from llmsuite.models.head import SCORE, is_tied
 from llmsuite.models.protocols import HasShapes
 from llmsuite.models.targets import HEAD, adaptable_modules, full_modules, linear_modules, matches, pick_modules
 from llmsuite.recipe.rules.context import RuleContext
@@ -56,15 +56,15 @@ def _not_trained_in_full(context: RuleContext) -> Iterator[Violation]:
                 f"{pattern!r} is neither the embedding ({plan.embedding}) nor {HEAD}; other modules are not trained in "
                 "full next to adapters: remove it",
             )
-    is_tied = not is_scored and bool(getattr(context.config, "tie_word_embeddings", False))
-    if is_tied and not lora.ensure_weight_tying:
+    are_tied = not is_scored and is_tied(context.config)
+    if are_tied and not lora.ensure_weight_tying:
         yield (
             key,
             f"names {', '.join(lora.modules_to_save)}, but embedding and head are one matrix in this model "
             "(tie_word_embeddings), and one of them would not follow the other; set lora.ensure_weight_tying to true, "
             "which trains the matrix of both",
         )
-    in_full = full_modules(lora.modules_to_save, plan, is_tied)
+    in_full = full_modules(lora.modules_to_save, plan, are_tied)
     for pattern in lora.target_modules or ():
         both = [module for module in in_full if matches(module, pattern)]
         if both:
@@ -105,10 +105,10 @@ def _untrained_rows(context: RuleContext) -> Iterator[Violation]:
         return
     lora = context.recipe.lora
     is_scored = context.stage.head == "score"
-    is_tied = not is_scored and bool(getattr(context.config, "tie_word_embeddings", False))
+    are_tied = not is_scored and is_tied(context.config)
     plan = context.shard_plan
-    needed = [plan.embedding] if is_tied or is_scored else [plan.embedding, HEAD]
-    in_full = [] if lora.rank is None else full_modules(lora.modules_to_save, plan, is_tied)
+    needed = [plan.embedding] if are_tied or is_scored else [plan.embedding, HEAD]
+    in_full = [] if lora.rank is None else full_modules(lora.modules_to_save, plan, are_tied)
     missing = [module.rpartition(".")[2] for module in needed if module not in in_full]
     if missing:
         yield key, f"is set, but {' and '.join(missing)} would stay frozen; name them in lora.modules_to_save"
