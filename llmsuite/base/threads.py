@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
@@ -14,7 +15,7 @@ _MAX_THREADS = 8  # beyond that the disk is the bottleneck
 
 def num_threads() -> int:
     """Number of cores of this process, up to a limit."""
-    if hasattr(os, "sched_getaffinity"):
+    if sys.platform == "linux":
         return min(len(os.sched_getaffinity(0)), _MAX_THREADS)
     return 1
 

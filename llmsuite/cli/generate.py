@@ -242,7 +242,8 @@ def _check(args: Any) -> None:
         )
     if args.num_beams > 1 and (args.temperature or args.stop or args.logprobs is not None):
         raise UserError("--num_beams: beam search does not sample; leave out --temperature, --stop and --logprobs")
-    penalties = [f"--{name}" for name, off in PENALTIES.items() if getattr(args, name) not in (None, off)]
+    given = vars(args)
+    penalties = [f"--{name}" for name, off in PENALTIES.items() if given[name] not in (None, off)]
     if args.num_beams > 1 and penalties:
         raise UserError(
             f"--num_beams: beam search has no penalty but --length_penalty; leave out {', '.join(penalties)}"
@@ -252,7 +253,7 @@ def _check(args: Any) -> None:
     if args.decoding_loop and args.engine != "static":
         raise UserError("--decoding_loop: is part of an exported program; add --engine static")
     if args.decoding_loop:
-        unsupported = [name for name, off in _UNSUPPORTED_IN_LOOP.items() if getattr(args, name) not in (None, off)]
+        unsupported = [name for name, off in _UNSUPPORTED_IN_LOOP.items() if given[name] not in (None, off)]
         if unsupported:
             raise UserError(
                 f"--decoding_loop: its answers are greedy, one per prompt; leave out --{', --'.join(unsupported)}"

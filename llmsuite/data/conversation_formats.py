@@ -135,7 +135,9 @@ def _conversation(row: Row, messages: Sequence[Message], weights: Sequence[float
 
 def _weight(turn: Row, where: str, role: str) -> float:
     """Return the weight of a turn, of its keys "weight" and "loss"; by default that of an answer is 1."""
-    weight = _number(turn["weight"], f"{where}.weight") if turn.get("weight") is not None else None
+    weight = None
+    if turn.get("weight") is not None:
+        weight = _number(turn["weight"], f"{where}.weight")
     flag = _flag(turn["loss"], f"{where}.loss") if turn.get("loss") is not None else None
     if weight is not None and flag is not None and (weight > 0) != flag:
         raise ValueError(f"{where!r} has a 'weight' and a 'loss' that disagree")

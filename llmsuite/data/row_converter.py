@@ -210,7 +210,9 @@ class RowConverter:
             return row
         if isinstance(row, Ranking):
             raise ValueError(f"{MARGIN!r} belongs to a pair of answers, and the row has ranked ones")
-        return dataclasses.replace(row, margin=parse_margin(raw)) if isinstance(row, Preference) else row
+        if isinstance(row, Preference):
+            return dataclasses.replace(row, margin=parse_margin(raw))
+        return row
 
     def suggest_columns(self, row: Mapping[str, Any]) -> Columns | None:
         """Return a proposal of `data.columns` for a row that has other columns; None where it cannot be guessed."""

@@ -26,7 +26,9 @@ def collate_of(stage: Stage[Any]) -> Collate:
     """
     context = stage.context
     own = _with_checked_counts(f"stage {context.stage_name}: `collate`", stage.collate)
-    return own if context.data.collator is None else _with_custom_collate(context.data.collator, own)
+    if context.data.collator is None:
+        return own
+    return _with_custom_collate(context.data.collator, own)
 
 
 def _with_custom_collate(key: str, own: Collate) -> Collate:

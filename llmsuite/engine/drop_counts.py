@@ -102,7 +102,9 @@ class DropCounts:
             return None
         text = f"{self.num_ranked} rows with ranked answers make {self.num_pairs} pairs"
         left_out = [f"{count} {reason}" for reason, count in sorted(self.left_out.items())]
-        return f"{text}; pairs that are left out: {'; '.join(left_out)}" if left_out else text
+        if left_out:
+            return f"{text}; pairs that are left out: {'; '.join(left_out)}"
+        return text
 
     def check(self, report: Callable[[str], None]) -> None:
         """Report the counts. Raises UserError when no row is left."""

@@ -100,7 +100,9 @@ class Guard:
         too_many = policy != "stop" and self.bad_steps > self.max_bad_steps
         if policy != "stop" and not too_many:
             return policy
-        why = f" This has happened {self.bad_steps} times, more than train.max_bad_steps." if too_many else ""
+        why = ""
+        if too_many:
+            why = f" This has happened {self.bad_steps} times, more than train.max_bad_steps."
         if finite:
             usual = self._usual
             raise LossSpike(

@@ -101,7 +101,9 @@ def _connect_leaders(machine: int, ranks: Sequence[Sequence[int]]) -> Any:
     port = int(collective.broadcast_from_rank0([listener.address[1] if listener else 0])[0])
     if listener is not None:
         return accept(listener, len(ranks) - 1)
-    return connect(host, port, key, machine) if collective.rank() == ranks[machine][0] else None
+    if collective.rank() == ranks[machine][0]:
+        return connect(host, port, key, machine)
+    return None
 
 
 def claim_directory(

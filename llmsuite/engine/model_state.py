@@ -119,7 +119,9 @@ def _optimizer_state(
         for slot in optimizer.slots_of(name, shape):
             full_name = f"{name}/{slot}"
             is_scalar = StateTensor.slot_is_scalar(slot)
-            gather = _gather(held[full_name]) if owners[name] == mesh.coordinate["pp"] else None
+            gather = None
+            if owners[name] == mesh.coordinate["pp"]:
+                gather = _gather(held[full_name])
             slot_shape = shape
             if is_scalar:
                 slot_shape = [1]

@@ -69,7 +69,9 @@ class Passes:
 
     def batch_of(self, action: Action, get: Callable[[int], Batch]) -> Batch | None:
         """Return the batch of a pass on the first or the last stage; None on middle stages."""
-        return get(action.micro_batch) if self.model.owns_loss_or_inputs(action.chunk) else None
+        if self.model.owns_loss_or_inputs(action.chunk):
+            return get(action.micro_batch)
+        return None
 
 
 class MicroBatchLoader:

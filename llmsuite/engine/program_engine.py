@@ -195,7 +195,9 @@ class ProgramEngine(TrainEngine):
                 "data.max_length; its collate has to cut rows there; or set engine.program to layers"
             )
         # 0 for rows without tokens, whose shape the stage decides
-        length = padded_length(int(longest), self._longest, self._multiple) if longest else 0
+        length = 0
+        if longest:
+            length = padded_length(int(longest), self._longest, self._multiple)
         inputs = dict[str, np.ndarray]()
         if batches:
             parts = [self._inputs_of(batch, length) for batch in batches]
@@ -209,7 +211,9 @@ class ProgramEngine(TrainEngine):
                         "routed experts need; set it to layers"
                     )
                 inputs |= self._balance.program_inputs(row_lengths, len(row_lengths) * self._num_data_ranks)
-        return _zeros_without_inputs(inputs) if collective.mesh().has_middle_stages else inputs
+        if collective.mesh().has_middle_stages:
+            return _zeros_without_inputs(inputs)
+        return inputs
 
     def _inputs_of(self, batch: Batch, length: int) -> dict[str, np.ndarray]:
         """Return the program inputs of a micro-batch: those of the loss, and the tokens that interventions edit."""

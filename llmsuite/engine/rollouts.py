@@ -314,7 +314,9 @@ class RolloutDataLoader:
         micro_batches = self._data.micro_batches
         own = list[Any]()
         if stage is not None:
-            row_lengths = stage.row_lengths(samples) if micro_batches.depend_on_lengths else None
+            row_lengths = None
+            if micro_batches.depend_on_lengths:
+                row_lengths = stage.row_lengths(samples)
             order = SampleOrder(len(samples), 0, shuffle=False)
             sampler = micro_batches.sampler(order, len(samples), row_lengths)
             assert self._data.collate is not None

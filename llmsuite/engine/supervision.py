@@ -57,7 +57,9 @@ def supervised_sequences(batch: Batch, document_end: int | None = None) -> list[
         mine = positions // length == row
         if not mine.any():
             continue
-        starts = np.asarray(batch["document_starts"])[row] if "document_starts" in batch else None
+        starts = None
+        if "document_starts" in batch:
+            starts = np.asarray(batch["document_starts"])[row]
         at = positions[mine] - row * length
         rows.append(_row_sequence(inputs[row], at, targets[mine], weights[mine], starts, document_end))
     return rows

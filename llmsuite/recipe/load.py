@@ -396,7 +396,9 @@ def _explain(
 
 def _shown(given: Any) -> str:
     text = json.dumps(given)
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]} … ({len(text):,} characters)"
+    if len(text) <= _MAX_SHOWN:
+        return text
+    return f"{text[:_MAX_SHOWN]} … ({len(text):,} characters)"
 
 
 @functools.cache

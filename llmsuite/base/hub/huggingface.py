@@ -6,6 +6,7 @@ HF_ENDPOINT, HF_HOME or HF_HUB_CACHE, HF_TOKEN or `hf auth login`, HTTPS_PROXY a
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import os
 import re
 from collections.abc import Iterator
@@ -27,9 +28,7 @@ class HuggingFace:
     def listing(self, name: HubName, kind: Kind) -> Listing:
         from huggingface_hub import HfApi
 
-        from llmsuite.base.hub.limited import limit_huggingface
-
-        limit_huggingface()
+        _limits()
         api = HfApi(endpoint=endpoint(), library_name="llmsuite")
         try:
             found = api.repo_info(
@@ -68,13 +67,11 @@ class HuggingFace:
         from huggingface_hub import hf_hub_download
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
-        from llmsuite.base.hub.limited import file_of, limit_huggingface
-
-        limit_huggingface()
+        limits = _limits()
         tqdm.tqdm.monitor_interval = 0  # its monitor thread would stay alive, and ranks could not be forks
         disable_progress_bars()  # the bytes are counted for all files together
         try:
-            with file_of(file.size):
+            with limits.file_of(file.size) if limits is not None else contextlib.nullcontext():
                 hf_hub_download(
                     name.repo,
                     path,
@@ -102,6 +99,17 @@ class HuggingFace:
             target.unlink(missing_ok=True)
         for found in _blobs(name, kind, file):
             found.unlink(missing_ok=True)
+
+
+def _limits() -> Any:
+    """Limit what the hub answers. Returns `llmsuite.base.hub.limited`; None with huggingface_hub from version 1 on,
+    which uses httpx in place of `requests`."""
+    if int(importlib.metadata.version("huggingface_hub").partition(".")[0]) >= 1:
+        return None
+    from llmsuite.base.hub import limited
+
+    limited.limit_huggingface()
+    return limited
 
 
 def endpoint() -> str:

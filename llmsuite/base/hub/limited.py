@@ -106,12 +106,10 @@ def limited_session() -> requests.Session:
 
 @functools.cache
 def limit_huggingface() -> None:
-    """Let huggingface_hub use limited sessions, if its version uses `requests`."""
-    try:
-        from huggingface_hub import configure_http_backend
-        from huggingface_hub.utils import _http
-    except ImportError:  # from version 1 on it uses another library
-        return
+    """Let huggingface_hub use limited sessions."""
+    from huggingface_hub import configure_http_backend
+    from huggingface_hub.utils import _http
+
     has_own_backend = _http._GLOBAL_BACKEND_FACTORY is not _http._default_backend_factory
     has_read1 = int(importlib.metadata.version("urllib3").partition(".")[0]) >= 2
     if has_read1 and not has_own_backend:  # else the program around llmsuite has set its own, such as a proxy

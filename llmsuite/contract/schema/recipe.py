@@ -203,7 +203,9 @@ class DataSection(Section):
 
     def format_of(self, name: str) -> str:
         """Return the data format of a file of train, mix or eval: a name, or "auto"."""
-        return self.format if isinstance(self.format, str) else self.format.get(name, "auto")
+        if isinstance(self.format, str):
+            return self.format
+        return self.format.get(name, "auto")
 
     @property
     def longest_sample(self) -> int:

@@ -257,7 +257,9 @@ def _ray_devices(run: Run) -> int:
     count = 0
     if isinstance(group, dict) and group.get("workers") == ["default"]:
         ranks = group.get("ranks")
-        found = re.fullmatch(r"list\(range\((?:0, *)?(\d+)\)\)", ranks) if isinstance(ranks, str) else None
+        found = None
+        if isinstance(ranks, str):
+            found = re.fullmatch(r"list\(range\((?:0, *)?(\d+)\)\)", ranks)
         if found is not None:
             count = int(found[1])
         elif isinstance(ranks, int) and not isinstance(ranks, bool):
