@@ -160,7 +160,7 @@ def first_day(file: str, size: Size, device: str, registry: Registry) -> int:
     acts: list[Act] = []
     with scratch_directory() as directory:
         day = _Day(device, size, directory, read_reference(size), environment)
-        for act, run in _acts(day, backend.precisions_of(trains=True), has_two):
+        for act, run in _acts(day, backend.precisions_of(trains=True), has_two, backend.runs_step_programs):
             run(act)
             acts.append(act)
             seen = f"{act.seconds:.0f} s" if act.seconds else "-"
@@ -199,7 +199,9 @@ def read_reference(size: Size) -> dict[str, list[float]]:
     return every[size]
 
 
-def _acts(day: _Day, precisions: Sequence[str], has_two: bool) -> list[tuple[Act, Callable[[Act], None]]]:
+def _acts(
+    day: _Day, precisions: Sequence[str], has_two: bool, runs_step_programs: bool
+) -> list[tuple[Act, Callable[[Act], None]]]:
     """The acts in their order: later ones use what earlier ones have left."""
     acts: list[tuple[Act, Callable[[Act], None]]] = []
     for precision in precisions:
@@ -209,7 +211,7 @@ def _acts(day: _Day, precisions: Sequence[str], has_two: bool) -> list[tuple[Act
     if has_two:
         pipeline = ('--parallel={"pipeline_parallel_degree": 2}', "--launch.num_devices=2")
         acts.append((Act("pipeline", "fp32"), _training(day, "sft", *pipeline)))
-    program = ("--engine.mode=to_static", "--engine.program=step")
+    program = ("--engine.mode=to_static", f"--engine.program={'step' if runs_step_programs else 'layers'}")
     acts.append((Act("program", "fp32"), _training(day, "sft", *program)))
     acts.append((Act("resume", "fp32"), lambda act: _resume(day, act)))
     acts.append((Act("serve", "fp32"), lambda act: _serve(day, act)))

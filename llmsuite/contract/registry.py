@@ -269,7 +269,7 @@ class Registry:
         """Raise UserError for a hook that does not exist, such as a misspelt one: nothing would call it."""
         for caller in self.pm.get_hookcallers(plugin) or []:
             if not caller.has_spec() and not all(impl.optionalhook for impl in caller.get_hookimpls()):
-                names = hookspecs.hook_names()
+                names = list(hookspecs.hook_names())
                 hint = suggestion(caller.name, names).rstrip() or f"known: {', '.join(names)}"
                 raise UserError(f"no hook is called {caller.name!r}; {hint}")
 

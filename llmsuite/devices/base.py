@@ -93,8 +93,8 @@ class DeviceBackend(abc.ABC):
     accumulates_distributed_gradients: ClassVar[bool] = True
     """True where Paddle adds a second gradient of a distributed tensor to the first one, as tensor parallelism in
     float32 needs; with 16-bit parameters the engine adds gradients itself."""
-    runs_step_programs_on_ranks: ClassVar[bool] = True
-    """True where several ranks may run the static program of a full step (`engine.program: step`)."""
+    runs_step_programs: ClassVar[bool] = True
+    """True where Paddle runs the static program of a full step (`engine.program: step`)."""
     profiler_target: ClassVar[str | None] = None
     """Name of the device in `paddle.profiler.ProfilerTarget`: a trace has its kernels and the calls of the host.
     None where a trace has the calls of the host only, as with a custom device whose plug-in has no profiler: asked for

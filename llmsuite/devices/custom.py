@@ -20,7 +20,7 @@ class CustomBackend(DeviceBackend):
     precisions = ("fp32", "bf16", "fp16")
     # Paddle 3.3.1 has these for CPU, CUDA and XPU only
     accumulates_distributed_gradients = False
-    runs_step_programs_on_ranks = False
+    runs_step_programs = False
 
     @property
     def _selected(self) -> str:

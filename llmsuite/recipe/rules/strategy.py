@@ -259,12 +259,10 @@ def _not_on_this_device(context: RuleContext) -> Iterator[Violation]:
             f"is {tp} with engine.precision fp32, but Paddle 3.3.1 does not add gradients of distributed tensors on "
             f"{backend.name}; set engine.precision to bf16 or fp16, or parallel.tensor_parallel_degree to 1",
         )
-    num_ranks = context.recipe.launch.num_devices * context.recipe.launch.nnodes
-    if num_ranks > 1 and context.recipe.engine.compiles_steps and not backend.runs_step_programs_on_ranks:
+    if context.recipe.engine.compiles_steps and not backend.runs_step_programs:
         yield (
             "engine.program",
-            f"is step, but Paddle 3.3.1 cannot run the program of a full step on several ranks of {backend.name}; set "
-            "it to layers, or launch.num_devices to 1",
+            f"is step, but Paddle 3.3.1 cannot run the program of a full step on {backend.name}; set it to layers",
         )
 
 
@@ -379,10 +377,8 @@ STRATEGY_RULES = (
         _would_hang,
     ),
     Rule(
-        "tensor parallelism in fp32, or `program: step` on several ranks, on [accelerators of vendors]"
-        "(../guide/devices.md)",
-        "Paddle 3.3.1 adds gradients of distributed tensors, and makes the communicators of such programs, on cpu, gpu "
-        "and xpu only",
+        "tensor parallelism in fp32, or `program: step`, on [accelerators of vendors](../guide/devices.md)",
+        "Paddle 3.3.1 adds gradients of distributed tensors, and runs such programs, on cpu, gpu and xpu only",
         ("--device=npu", "--engine.precision=fp32"),
         _not_on_this_device,
     ),
