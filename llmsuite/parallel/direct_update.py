@@ -3,8 +3,7 @@
 AdamW computes as the fused kernel of PyTorch for CUDA does on bfloat16 parameters (`adam_math` in
 ATen/native/cuda/fused_adam_utils.cuh, the `adamw_torch_fused` of transformers): parameter, gradient and moments become
 float32, the new moment goes into the update before it is rounded, and each of the three results is rounded once. The
-other implementation of PyTorch, `foreach` (`adamw_torch`), rounds after each of its operations, and is not this one:
-with beta2 = 0.999 its second moment never decays.
+other implementation of PyTorch, `foreach` (`adamw_torch`), rounds after each of its operations, and is not this one.
 
 With `adamw_8bit` only the parameters whose moments are not stored in blocks come here. Their moments are float32, and
 the parameter is rounded twice, after the update and after weight decay, as bitsandbytes does (`kOptimizer32bit2State`).

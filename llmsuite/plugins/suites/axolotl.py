@@ -98,6 +98,7 @@ def _recipe(run: Run) -> dict[str, Any]:
         run.left["fsdp"] = "full_shard"
     if not master_weights:
         _check_without_masters(run, precision)
+        master_weights = precision != "bf16"  # if the reason is left out
     if run.has_experts and is_on(run.given("trust_remote_code")):
         run.refuse("trust_remote_code", True, "is for code of the weights, which may add a load-balancing loss of "
                                               "experts; nearest key: train.expert_balance_loss")  # fmt: skip
@@ -172,6 +173,7 @@ def _check_without_masters(run: Run, precision: str) -> None:
     if precision != "bf16":
         run.refuse(precision, run.given(precision), "trains parameters in fp16 without deepspeed; "
                                                     "train.master_weights: false is for bf16")  # fmt: skip
+        return
     is_split = is_on(run.given("fsdp")) or is_on(run.given("fsdp_config"))
     kernel = run.given("attn_implementation")
     casts = kernel not in (None, "eager", "sdpa") or is_on(run.given("flash_attention"))

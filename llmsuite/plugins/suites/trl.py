@@ -98,9 +98,11 @@ def _without_masters(run: Run, dtype: Any, precision: str, defaults: trainer.Def
     """Return the defaults of a full fine-tuning whose parameters are loaded in `dtype` and updated so."""
     if dtype != "bfloat16" or precision != "bf16":
         run.refuse("dtype", dtype, "train.master_weights: false is for bfloat16, with bf16")
-    elif trainer.is_wrapped(run):
+        return defaults
+    if trainer.is_wrapped(run):
         run.refuse("dtype", dtype, "with DeepSpeed or FSDP; master weights are those of float32 parameters here: "
                                    "dtype float32")  # fmt: skip
+        return defaults
     return dataclasses.replace(defaults, master_weights=False)
 
 

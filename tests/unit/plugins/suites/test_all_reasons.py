@@ -99,7 +99,7 @@ def test_arguments_that_axolotl_renames(converted: Converted) -> None:
 @pytest.mark.parametrize(
     ("action", "values", "reason"),
     [
-        ("from-axolotl", {**axolotl.FULL, "bf16": None, "fp16": True}, "fp16 = True: trains parameters in 16"),
+        ("from-axolotl", {**axolotl.FULL, "bf16": None, "fp16": True}, "fp16 = True: trains parameters in fp16"),
         (
             "from-axolotl",
             {**axolotl.BARE, "base_model": "Qwen/Qwen3-30B-A3B"},
