@@ -21,9 +21,10 @@ recipe, overrides = sys.argv[1], json.loads(sys.argv[2])
 try:
     llmsuite.train(recipe, overrides, smoke=True)
 except KeyboardInterrupt:
+    pass
+try:  # the notebook goes on, and its own handler is back
     print("KeyboardInterrupt", flush=True)
-try:
-    time.sleep(600)  # the notebook goes on, and its own handler is back
+    time.sleep(600)
 except KeyboardInterrupt:
     print("once more", flush=True)
 """

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from llmsuite.base.commands import Finished
+from llmsuite.cli import doctor_checks
 from llmsuite.cli.doctor_checks import CHECKS_FILE, device_findings
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.device_checks import CHECKS
@@ -21,13 +22,13 @@ def runs(monkeypatch: Patch, *ends: tuple[int, list[list[Any]]]) -> None:
     """Let processes end with these codes, after they have written these lines."""
     left: Iterator[tuple[int, list[list[Any]]]] = iter(ends)
 
-    def run(command: list[str], env: dict[str, str], **options: Any) -> subprocess.CompletedProcess[str]:
+    def run(command: list[str], environment: dict[str, str], seconds: float) -> Finished:
         code, lines = next(left)
-        with Path(env[CHECKS_FILE]).open("a") as file:
+        with Path(environment[CHECKS_FILE]).open("a") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
-        return subprocess.CompletedProcess(command, code, "", "a stack\nno such device")
+        return Finished(code, "", "a stack\nno such device")
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(doctor_checks, "run_command", run)
 
 
 NAMES = [check.name for check in CHECKS]

@@ -50,6 +50,6 @@ def test_deleted_logs_are_not_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
     monkeypatch.setattr("llmsuite.launch.launch.launch", launch)
     monkeypatch.setattr(CpuBackend, "prepare_ranks", lambda self: None)
-    registry: Any = types.SimpleNamespace(devices={"cpu": types.SimpleNamespace(factory=CpuBackend)})
+    registry: Any = types.SimpleNamespace(device=lambda name: types.SimpleNamespace(factory=CpuBackend))
     assert launch_ranks(types.SimpleNamespace(device="cpu", num_devices=2), registry) == 2
     assert capsys.readouterr().out == "too many heads\nrank 1 ended with exit code 2\n"
