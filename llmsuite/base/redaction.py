@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import io
+import json
 import os
 import re
 import sys
@@ -18,17 +19,22 @@ from collections.abc import Iterable, Mapping
 from typing import IO, Any, TextIO
 
 _URL = re.compile(
-    r"(?P<scheme>[a-zA-Z][\w+.-]*)://(?:(?P<user>[^\s/?#@\"'<>]*)@)?(?P<rest>[^\s?#\"'<>]*)(?P<more>[?#][^\s\"'<>]*)?"
+    r"(?P<scheme>[a-zA-Z][\w+.-]{0,31})://(?:(?P<user>[^\s/?#@\"'<>]*)@)?(?P<rest>[^\s?#\"'<>]*)(?P<more>[?#][^\s\"'<>]*)?"
 )
+"""The scheme is of a limited length: it is searched from each character of a text."""
 _PART = re.compile(r"(?P<mark>[?#&;])(?:(?P<name>[^?&#;=]*)=)?(?P<value>[^?&#;]+)")
 """A value of a query or a fragment; one without a name may be a key itself."""
 _PLAIN = ("split", "config", "revision", "rows")
 """Query options of data sets, which are no secrets."""
-_OPTION = re.compile(r"(?i)(--[\w.-]*(?:api_?key|token|secret|password)=)(.+)", re.DOTALL)
-_PATH = re.compile(r"(?<![\w:/])(?P<path>/[^\s?#\"'<>]*)(?P<more>\?[^\s\"'<>]*=[^\s\"'<>]*)")
-"""A URL without its host, as libraries quote it: "Max retries exceeded with url: /a.jsonl?token=…"."""
-_VARIABLE = re.compile(r"(?i)(?:^|_)(?:\w*key|token|secret|password|passwd|passphrase|pat|auth|credentials?)$")
-_KEY = re.compile(r"(?i)(?:^|[_.-])(?:api_?key|access_?key|secret(?:_key)?|passw(?:or)?d|passphrase)$")
+_OPTION = re.compile(r"(?i)(--[\w.-]*(?:api[_-]?key|token|secret|password)=)(.+)", re.DOTALL)
+_WORD = re.compile(r"[^\s\"'<>]+")
+_PATH = re.compile(r"(?<![\w:/])/[^#]*$")
+"""A URL without its host, up to its query, as libraries quote it: "Max retries exceeded with url: /a.jsonl?token=…"."""
+_VARIABLE = re.compile(
+    r"(?i)(?:^|_)(?:\w*keys?|\w*token|secrets?|\w*password|passwd|sshpass|passphrase|pat|auth|credentials?)(?:_\d+|_list)?$"
+    r"|_pwd$"
+)
+_KEY = re.compile(r"(?i)(?:^|[_.-])(?:api[_-]?key|access[_-]?key|secret(?:_key)?|passw(?:or)?d|passphrase)$")
 """A key of JSON data whose text is a secret."""
 _PARAMETER = re.compile(r"(?i)key|token|sig|secret|passw|credential|auth|code")
 _RANDOM = re.compile(r"(?=.*[0-9])(?=.*[A-Za-z])[\w%~+=-]{16,}")
@@ -48,29 +54,40 @@ class Secrets:
 
     def __init__(self) -> None:
         self._values: set[str] = set()
-        self._pattern: re.Pattern[str] | None = None
+        self._compiled: re.Pattern[str] | None = None
+        """Finds the values; None where they have changed since, or there are none."""
         self._by_first: dict[str, list[str]] = {}
         """The values that begin with a character."""
         self._longest = 0
         """Characters of the longest value."""
 
     def add(self, value: str) -> None:
-        """Add a secret, in its plain and URL-quoted forms. A word of less than 6 letters, or of less than 8 lower-case
+        """Add a secret, in its plain and quoted forms. A word of less than 6 letters, or of less than 8 lower-case
         ones, is ignored: it would occur in common text."""
         forms = {
             value,
-            urllib.parse.quote(value, safe=""),
+            value.strip(),
+            urllib.parse.quote(value, safe="", errors="surrogateescape"),
             urllib.parse.unquote(value),
-            *map(_escaped, value.split("\n")),
+            json.dumps(value)[1:-1],
+            repr(value)[1:-1],
+            *map(_escaped, value.splitlines()),
         }
         new = {form for form in forms if _is_long(form)} - self._values
         if new:
             self._values |= new
-            longest_first = sorted(self._values, key=len, reverse=True)
-            self._pattern = re.compile("|".join(map(re.escape, longest_first)))
-            self._longest = len(longest_first[0])
+            self._compiled = None
+            self._longest = max(self._longest, *map(len, new))
             for form in new:
                 self._by_first.setdefault(form[0], []).append(form)
+
+    @property
+    def _pattern(self) -> re.Pattern[str] | None:
+        """A pattern of all values, compiled when it is needed: many may be added at once."""
+        if self._compiled is None and self._values:
+            longest_first = sorted(self._values, key=len, reverse=True)
+            self._compiled = re.compile("|".join(map(re.escape, longest_first)))
+        return self._compiled
 
     def add_url(self, url: str) -> None:
         """Add the secrets in the URLs of a text."""
@@ -78,7 +95,9 @@ class Secrets:
             user, colon, password = (found["user"] or "").partition(":")
             self.add(password if colon else user)
             if colon:  # the header of basic authentication
-                self.add(base64.b64encode(urllib.parse.unquote(found["user"]).encode()).decode())
+                self.add(
+                    base64.b64encode(urllib.parse.unquote(found["user"]).encode("utf-8", "surrogateescape")).decode()
+                )
             for part in _PART.finditer(found["more"] or ""):
                 name = part["name"]
                 value = part["value"]
@@ -119,9 +138,8 @@ class Secrets:
 
     def redact(self, text: str) -> str:
         """A text with the added values replaced by `***`."""
-        if self._pattern is None:
-            return text
-        return self._pattern.sub(_HIDDEN, text)
+        pattern = self._pattern
+        return text if pattern is None else pattern.sub(_HIDDEN, text)
 
     def unfinished(self, text: str) -> int:
         """The index from which on the end of a text may be the begin of an added value; the length of the text if it is
@@ -134,7 +152,8 @@ class Secrets:
 
     def outside(self, text: str, index: int) -> int:
         """The index, or the begin of the added value that it is within."""
-        for found in self._pattern.finditer(text) if self._pattern is not None else ():
+        pattern = self._pattern
+        for found in pattern.finditer(text) if pattern is not None else ():
             if found.start() < index < found.end():
                 return found.start()
         return index
@@ -171,13 +190,16 @@ def redacted(text: str) -> str:
             return found[0]
         return found["mark"] + ("" if name is None else f"{name}=") + _HIDDEN
 
-    def path(found: re.Match[str]) -> str:
-        return found["path"] + _PART.sub(value, found["more"])
+    def word(found: re.Match[str]) -> str:
+        before, mark, more = found[0].partition("?")
+        if "=" not in more or _PATH.search(before) is None:
+            return found[0]
+        return before + _PART.sub(value, mark + more)
 
     text = SECRETS.redact(text)
     if "://" in text:
         text = _URL.sub(url, text)
-    return _PATH.sub(path, text) if "?" in text else text
+    return _WORD.sub(word, text) if "?" in text else text
 
 
 def unfinished(text: str) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit, urlunsplit
 
 from llmsuite.base.errors import UserError
-from llmsuite.base.redaction import Url, printable
+from llmsuite.base.redaction import Url, printable, redacted
 from llmsuite.base.strict_json import is_nested_deeper
 from llmsuite.base.web.connection import Deadline, send
 
@@ -208,6 +208,7 @@ def json_of(url: Url, data: bytes) -> Any:
 def shortened(answer: Any) -> str:
     """The beginning of an answer, for a message, without control characters."""
     text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+    text = redacted(text)  # before it is cut: the begin of a key is not known as one
     text = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
     return printable(text.encode("utf-8", "backslashreplace").decode())  # JSON may have halves of surrogate pairs
 
@@ -259,7 +260,7 @@ def _explained(url: Url, deadline: Deadline) -> Iterator[None]:
     """Convert errors of a connection to HttpFailure."""
     try:
         yield
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: a chunk of a negative size
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         if isinstance(reason, TimeoutError) and reason.errno is None:
             raise HttpFailure(url, deadline.message, is_transient=True) from error

@@ -181,6 +181,48 @@ def test_what_is_held_at_the_end_of_a_stream(secrets: Secrets, monkeypatch: pyte
     assert buffer.getvalue() == b"see be***, and"
 
 
+@pytest.mark.parametrize(
+    "name", ["PGPASSWORD", "MYSQL_PWD", "SSHPASS", "ACCESSTOKEN", "HF_TOKEN_2", "OPENAI_API_KEYS", "api_key_list"]
+)
+def test_variables_of_keys_are_known_by_their_names(secrets: Secrets, name: str) -> None:
+    secrets.add_variables({name: "zq87-vxr3", "PWD": "/no/such/place", "MAX_TOKENS": "100000", "MONKEY_SIZE": "300000"})
+    assert secrets.redact("zq87-vxr3 /no/such/place 100000 300000") == "*** /no/such/place 100000 300000"
+
+
+@pytest.mark.parametrize("value", ["pässwört12", 'ab"cd1234X', "both'\"of-them", " ends with a space "])
+def test_a_secret_is_hidden_as_it_is_quoted(secrets: Secrets, value: str) -> None:
+    secrets.add(value)
+    for text in (value, value.strip(), json.dumps(value)[1:-1], repr(value)[1:-1]):
+        assert secrets.redact(f"<{text}>") in ("<***>", "< *** >"), text
+    secrets.add("first-line\r\nsecond-line")
+    assert secrets.redact("the second-line") == "the ***"
+
+
+def test_bytes_that_are_no_text_are_hidden(secrets: Secrets) -> None:
+    secrets.add_variables({"MY_TOKEN": "abc\udcffdefgh1", "FOO_URL": "http://me:ab\udcffcdefgh1@h/"})
+    assert secrets.redact("abc\udcffdefgh1 ab\udcffcdefgh1") == "*** ***"
+
+
+def test_long_texts_are_redacted_in_a_time_of_their_length(secrets: Secrets) -> None:
+    """By the square of their length these would take minutes."""
+    for text in ("a" * 300_000 + " http://x", "/-" * 150_000 + " ?", "/?" * 150_000, "?" * 300_000):
+        assert redacted(text) == text
+        secrets.add_data(text)
+    for number in range(2000):
+        secrets.add_url(f"https://host/a?X-Amz-Signature={number:08d}abcdef&X-Amz-Security-Token={number:08d}ghijkl")
+    assert secrets.redact("00000007abcdef") == "***"
+    assert redacted("a" * 100 + "http://me:pass-of-me@host") == "a" * 100 + "http://***@host"
+
+
+def test_an_option_with_a_hyphen_is_hidden() -> None:
+    assert redacted_words(["--api-key=option-Zq87", "--api-key", "option-Zq88"]) == [
+        "--api-key=***",
+        "--api-key",
+        "***",
+    ]
+    assert redacted_data({"api-key": "abc"}) == {"api-key": "***"}
+
+
 @pytest.mark.parametrize("word", ["a", "secret", "12345", ""])
 def test_common_words_are_no_secrets(secrets: Secrets, word: str) -> None:
     secrets.add(word)

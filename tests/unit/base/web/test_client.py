@@ -19,10 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmsuite.base.errors import UserError
-from llmsuite.base.redaction import Url
+from llmsuite.base.redaction import Secrets, Url
 from llmsuite.base.strict_json import is_nested_deeper
 from llmsuite.base.web import client
-from llmsuite.base.web.client import MAX_DEPTH, HttpFailure, json_of, post_json
+from llmsuite.base.web.client import MAX_DEPTH, HttpFailure, json_of, post_json, shortened
 from llmsuite.data import remote
 from tests.support.liar import JSON_LIES, LIES, READERS, SECONDS, SECRET, Liar, answer
 
@@ -180,6 +180,13 @@ def test_compressed_content_is_decompressed(honest: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr(remote, "_MAX_DISK_SHARE", 0.9)
     found = remote.fetch(f"http://127.0.0.1:{honest.server_port}/packed", lambda text: None)
     assert found.read_bytes() == b"{}\n" * 1_000_000
+
+
+def test_a_key_is_hidden_before_an_answer_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    secrets = Secrets()
+    secrets.add("sk-0123456789abcdefghij")
+    monkeypatch.setattr("llmsuite.base.redaction.SECRETS", secrets)
+    assert "sk-0" not in shortened("x" * 285 + "sk-0123456789abcdefghij")
 
 
 @pytest.mark.parametrize(
