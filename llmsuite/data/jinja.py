@@ -230,6 +230,6 @@ def _looks_back(node: jinja2.nodes.Node) -> bool:
         return node.attr in _EARLIER
     if _is_name(node, "loop"):
         return False
-    if isinstance(node, jinja2.nodes.For):  # has a `loop` of its own
-        return _looks_back(node.iter)
+    if isinstance(node, jinja2.nodes.For):  # its body has a `loop` of its own; the rest has that of the turns
+        return all(_looks_back(part) for part in (node.iter, node.test, *node.else_) if part is not None)
     return all(_looks_back(child) for child in node.iter_child_nodes())

@@ -244,6 +244,9 @@ BACK = [
 AHEAD = [
     *["{{ loop.last }}", "{{ loop.nextitem }}", "{{ loop.length }}", "{{ loop.revindex }}", "{% set l = loop %}"],
     *["{{ messages[-1].content }}", "{{ messages | length }}", "{% for k in messages %}{{ k.role }}{% endfor %}"],
+    # what is around the body of an inner loop has the outer `loop`
+    *["{% for k in [] %}{% else %}{{ loop.last }}{% endfor %}", "{% for k in [1] if loop.last %}:{% endfor %}"],
+    "{% for k in range(loop.length) %}:{% endfor %}",
 ]
 """Parts of a loop over turns that ask for later turns."""
 ENDS = ["", ".", "{{ tools }}", "{% if add_generation_prompt %}{% for t in tools or [1] %}:{% endfor %}{% endif %}"]
