@@ -43,6 +43,9 @@ LATER_STEPS = {"fp32": 320, "bf16": 16, "fp16": 16}
 sum some hundred numbers in another order. In 16 bits kernels sum in float32, and what counts is that weights and
 activations are rounded, one after the other in each layer and in no common direction. An update magnifies what
 gradients differ by."""
+_POLL_SECONDS = 0.2
+_STOP_SECONDS = 30.0
+"""Time in which a server has to end."""
 _SECONDS = 3600.0
 _TAIL = 4000
 
@@ -144,7 +147,7 @@ def first_day(file: str, size: Size, device: str, registry: Registry) -> int:
     """Run all acts, and write FILE. Returns the exit code: 0 if nothing is wrong.
 
     Raises:
-        UserError: FILE is there already, or the device is not.
+        UserError: FILE is there already or cannot be written, or the device is not there.
     """
     target = Path(file)
     if exists(target):
@@ -156,6 +159,10 @@ def first_day(file: str, size: Size, device: str, registry: Registry) -> int:
     start_paddle(backend, 1)
     if reason := backend.unavailable(1):
         raise UserError(f"--device: {device}: {reason}")
+    try:
+        target.touch()  # now: the acts may take hours
+    except OSError as error:
+        raise UserError(f"--first-day: {file} cannot be written: {error.strerror or error}") from error
     has_two = backend.unavailable(2) is None
     acts: list[Act] = []
     with scratch_directory() as directory:
@@ -265,27 +272,41 @@ def _serve(day: _Day, act: Act) -> None:
 
 
 def _ask_server(day: _Day, words: Sequence[str], prompt: str) -> tuple[str | None, str]:
-    """The answer of a server on a free port, None without one; and what the server has printed until then."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "llmsuite", "serve", *words, "--port=0", "--name=tiny"],
-        env=day.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-    assert process.stdout is not None
-    printed = ""
+    """The answer of a server on a free port, None without one; and what the server has printed."""
+    log = day.directory / "serve.log"  # not a pipe, which would be full at some time
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "llmsuite", "serve", *words, "--port=0", "--name=tiny"],
+            env=day.environment, stdout=output, stderr=subprocess.STDOUT,
+        )  # fmt: skip
     answer = None
+    problem = ""
     try:
-        for line in process.stdout:
-            printed += line
-            if (place := re.search(r"answers on (http://[\d.]+:\d+)", line)) is not None:
-                answer = _ask(place[1], prompt)
-                break
-    except (HttpFailure, OSError) as error:
-        printed += f"{error}\n"
+        if (url := _address(process, log)) is not None:
+            answer = _ask(url, prompt)
+    except HttpFailure as error:
+        problem = f"{error}\n"
     finally:
         process.terminate()
-        process.stdout.close()
-        process.wait()
-    return answer, printed
+        try:
+            process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    return answer, log.read_text(encoding="utf-8", errors="replace")[-_TAIL:] + problem
+
+
+def _address(process: subprocess.Popen[bytes], log: Path) -> str | None:
+    """The address that a server has written to its log, once it is there; None if it ends or takes too long."""
+    until = time.monotonic() + _SECONDS
+    while time.monotonic() < until:
+        has_ended = process.poll() is not None
+        if (place := re.search(rb"answers on (http://[\d.]+:\d+)", log.read_bytes())) is not None:
+            return place[1].decode()
+        if has_ended:
+            return None
+        time.sleep(_POLL_SECONDS)
+    return None
 
 
 def _ask(url: str, prompt: str) -> str:

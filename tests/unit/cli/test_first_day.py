@@ -89,6 +89,12 @@ def test_losses_of_a_run_are_read(tmp_path: Path) -> None:
     assert act.seconds > 0
 
 
+def test_a_file_that_cannot_be_written_is_refused_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("no/such/day.json", "a" * 300):
+        assert main(["doctor", f"--first-day={tmp_path / name}"]) == 2
+        assert "cannot be written: " in capsys.readouterr().err
+
+
 def test_a_file_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "there.json").touch()
     assert main(["doctor", f"--first-day={tmp_path / 'there.json'}"]) == 2
