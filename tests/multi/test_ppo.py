@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.multi.conftest import Runner
+from tests.multi.conftest import Runner, learnt
 from tests.parity.cases import run_cases
 from tests.parity.ppo import PP, SAVED, SAVING, STEPS, TP, case, compare
 
@@ -53,7 +52,7 @@ def test_a_resumed_run_equals_one_that_was_never_stopped(runner: Runner, failed:
     (directory / "checkpoints" / "latest").write_text(f"step-{SAVED}\n")
     whole = case("adamw", "adamw", 1, {}, SAVING)
     runner.run("run", whole.recipe, "--smoke", *whole.words, f"--output_dir={directory}", "--resume")
-    assert _lasting(runner.metrics("again")) == _lasting(runner.metrics("adamw"))
+    assert learnt(runner.metrics("again")) == learnt(runner.metrics("adamw"))
     for stem in ("model", "optimizer", "critic"):
         expected = runner.weights("adamw", STEPS, stem)
         found = runner.weights("again", STEPS, stem)
@@ -61,8 +60,3 @@ def test_a_resumed_run_equals_one_that_was_never_stopped(runner: Runner, failed:
         assert all(np.array_equal(expected[key], found[key]) for key in expected)
         before = runner.weights("adamw", SAVED, stem)
         assert any(not np.array_equal(value, before[key]) for key, value in found.items()), stem
-
-
-def _lasting(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    machine = ("avg_", "speed", "ips", "peak_memory_bytes")
-    return [{key: value for key, value in record.items() if not key.startswith(machine)} for record in records]

@@ -250,6 +250,8 @@ std::vector<Tensor> Forward(const Tensor& x, const Tensor& cos, const Tensor& si
   const Shape s{x.shape()[0], x.shape()[1], num_queries, columns[1], columns[3], num_inner, columns[2], num_words};
   PD_CHECK(filled < s.S && columns[0] == s.B && cos.numel() == s.B * s.K / 2, "the cache has no room");
   PD_CHECK(padding.dtype() == paddle::DataType::INT64 && padding.numel() == s.B, "padding: int64 [B]");
+  for (int64_t b = 0; b < s.B; ++b)  // a row that sees nothing would have the mean of nothing
+    PD_CHECK(0 <= padding.data<int64_t>()[b] && padding.data<int64_t>()[b] <= filled, "padding is beyond the cache");
   const bool is_narrow = rounding::IsBf16(cache.at(0));
   const std::vector<Layer> read = ReadLayers(layers, cache, s, form, has_bias, has_head_norms);
   const Matrix words = ReadMatrix(head, head_form, s.D, s.V, "head");
