@@ -6,12 +6,11 @@ import json
 import math
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.multi.conftest import Runner
+from tests.multi.conftest import Runner, learnt
 from tests.parity.cases import LIMIT, Case, few, run_cases
 
 STEPS = 4
@@ -144,7 +143,7 @@ def test_a_resumed_run_equals_one_that_was_never_stopped(runner: Runner, failed:
     (directory / "checkpoints" / "latest").write_text(f"step-{SAVED}\n")
     case = _case(runner.directory, run, run, 1, {}, (f"--checkpoint.save_steps={SAVED}", "--checkpoint.keep_last=2"))
     runner.run("run", case.recipe, "--smoke", *case.words, f"--output_dir={directory}", "--resume")
-    assert _lasting(runner.metrics(name)) == _lasting(runner.metrics(run))
+    assert learnt(runner.metrics(name)) == learnt(runner.metrics(run))
     for stem in ("model", "optimizer"):
         expected = runner.weights(run, STEPS, stem)
         found = runner.weights(name, STEPS, stem)
@@ -163,11 +162,6 @@ def test_other_prompts_take_the_place_of_those_without_a_signal(runner: Runner, 
     assert taken > STEPS * 8
     state = json.loads((runner.directory / "dynamic" / "checkpoints" / f"step-{STEPS}" / "state.json").read_text())
     assert state["samples"] == taken
-
-
-def _lasting(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    machine = ("avg_", "speed", "ips", "peak_memory_bytes")
-    return [{key: value for key, value in record.items() if not key.startswith(machine)} for record in records]
 
 
 def test_an_evaluation_draws_completions(runner: Runner, failed: dict[str, str]) -> None:
