@@ -50,3 +50,11 @@ def reason_of(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error)
+
+
+def line_of(error: Exception) -> str:
+    """Return the line of an error's text that has the message; "" for an error without text. Errors of Paddle have a
+    stack before it, or around it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    named = [line for line in lines if "Error" in line or "error" in line]
+    return (named or lines[:1] or [""])[-1]

@@ -28,8 +28,8 @@ _PLAIN = ("split", "config", "revision", "rows")
 """Query options of data sets, which are no secrets."""
 _OPTION = re.compile(r"(?i)(--[\w.-]*(?:api[_-]?key|token|secret|password)=)(.+)", re.DOTALL)
 _WORD = re.compile(r"[^\s\"'<>]+")
-_PATH = re.compile(r"(?<![\w:/])/[^#]*$")
-"""A URL without its host, up to its query, as libraries quote it: "Max retries exceeded with url: /a.jsonl?token=…"."""
+_PATH = re.compile(r"(?<![\w:/])/")
+"""The begin of a URL without its host, as libraries quote it: "Max retries exceeded with url: /a.jsonl?token=…"."""
 _VARIABLE = re.compile(
     r"(?i)(?:^|_)(?:\w*keys?|\w*token|secrets?|\w*password|passwd|sshpass|passphrase|pat|auth|credentials?)(?:_\d+|_list)?$"
     r"|_pwd$"
@@ -192,7 +192,7 @@ def redacted(text: str) -> str:
 
     def word(found: re.Match[str]) -> str:
         before, mark, more = found[0].partition("?")
-        if "=" not in more or _PATH.search(before) is None:
+        if "=" not in more or _PATH.search(before.rpartition("#")[2]) is None:
             return found[0]
         return before + _PART.sub(value, mark + more)
 

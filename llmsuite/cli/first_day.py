@@ -16,13 +16,13 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from llmsuite import __version__
 from llmsuite.base.commands import CommandTimeout, run_command
-from llmsuite.base.errors import UserError
+from llmsuite.base.errors import UserError, reason_of
 from llmsuite.base.locks import scratch_directory
 from llmsuite.base.redaction import Url
 from llmsuite.base.resources import bundled
@@ -159,45 +159,46 @@ def first_day(file: str, size: Size, device: str, registry: Registry) -> int:
     start_paddle(backend, 1)
     if reason := backend.unavailable(1):
         raise UserError(f"--device: {device}: {reason}")
-    try:
-        target.touch()  # now: the acts may take hours
-    except OSError as error:
-        raise UserError(f"--first-day: {file} cannot be written: {error.strerror or error}") from error
     has_two = backend.unavailable(2) is None
     acts: list[Act] = []
-    with scratch_directory() as directory:
-        day = _Day(device, size, directory, read_reference(size), environment)
-        for act, run in _acts(day, backend.precisions_of(trains=True), has_two, backend.runs_step_programs):
-            run(act)
-            acts.append(act)
-            seen = f"{act.seconds:.0f} s" if act.seconds else "-"
-            print(f"{'BAD' if act.problems else 'ok':4}  {act.name:14} {act.precision:5} {seen:>6}", flush=True)
-            for problem in act.problems:
-                print(f"      {problem}", flush=True)
-        checks = ""
-        kernels = ""
-        if size != "tiny":
-            checks = day.llmsuite(["doctor", f"--device={device}"])[1]
-            kernels = day.llmsuite(["doctor", f"--device={device}", "--kernels"])[1]
-    found = {
+    found: dict[str, Any] = {
         "llmsuite": __version__,
         "device": device,
         "size": size,
         "python": platform.python_version(),
         "machine": platform.platform(),
-        "acts": [dataclasses.asdict(act) for act in acts],
-        "doctor": checks,
-        "kernels": kernels,
     }
-    target.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    # from the begin on, and after each act: they may take hours, and a day that is interrupted has those before
+    _write(target, found, acts)
+    with scratch_directory() as directory:
+        day = _Day(device, size, directory, read_reference(size), environment)
+        for act, run in _acts(day, backend.precisions_of(trains=True), has_two, backend.runs_step_programs):
+            run(act)
+            acts.append(act)
+            _write(target, found, acts)
+            seen = f"{act.seconds:.0f} s" if act.seconds else "-"
+            print(f"{'BAD' if act.problems else 'ok':4}  {act.name:14} {act.precision:5} {seen:>6}", flush=True)
+            for problem in act.problems:
+                print(f"      {problem}", flush=True)
+        if size != "tiny":
+            found["doctor"] = day.llmsuite(["doctor", f"--device={device}"])[1]
+            found["kernels"] = day.llmsuite(["doctor", f"--device={device}", "--kernels"])[1]
+            _write(target, found, acts)
     wrong = [act.name for act in acts if act.problems]
-    end = (
-        f"{len(wrong)} of {len(acts)} acts are wrong: {', '.join(wrong)}"
-        if wrong
-        else f"all {len(acts)} acts are right"
-    )
+    end = f"all {len(acts)} acts are right"
+    if wrong:
+        end = f"{len(wrong)} of {len(acts)} acts are wrong: {', '.join(wrong)}"
     print(f"{end}; please send us {file}")
     return 2 if wrong else 0
+
+
+def _write(target: Path, found: Mapping[str, Any], acts: Sequence[Act]) -> None:
+    """Write all that is known so far. Raises UserError."""
+    text = json.dumps({**found, "acts": [dataclasses.asdict(act) for act in acts]}, indent=1)
+    try:
+        target.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--first-day: {target} cannot be written: {reason_of(error)}") from error
 
 
 def read_reference(size: Size) -> dict[str, list[float]]:

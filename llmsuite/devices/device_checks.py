@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import paddle
 
+from llmsuite.base.errors import line_of
 from llmsuite.base.safe_files import is_file
 from llmsuite.base.typing import Tensor
 from llmsuite.devices.base import PADDLE_DTYPE, DeviceBackend
@@ -174,9 +175,8 @@ def _kernels(backend: DeviceBackend) -> None:
     missing = []
     for dtype in dtypes:
         lacks = [name for name in _NEEDED if dtype not in kernel_dtypes(name, kind)]
-        known = [name for name in lacks if kernel_dtypes(name, "cpu")]
-        if known:
-            missing.append(f"in {dtype} {', '.join(known)}")
+        if lacks:
+            missing.append(f"in {dtype} {', '.join(lacks)}")
     assert not missing, f"no kernel {'; '.join(missing)}"
 
 
@@ -204,10 +204,7 @@ def found_wrong(check: DeviceCheck, backend: DeviceBackend) -> str | None:
     try:
         check.run(backend)
     except Exception as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        # the last line of an error of Paddle's has the message, the others are its stack
-        named = next((line for line in reversed(lines) if "Error" in line or "error" in line), None)
-        text = (named or lines[0]) if lines else ""
+        text = line_of(error)
         return text if isinstance(error, AssertionError) else f"{type(error).__name__}: {text}"
     return None
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import paddle
 
+from llmsuite.base.errors import line_of
 from llmsuite.base.typing import Tensor
 from llmsuite.devices.base import PADDLE_DTYPE, DeviceBackend
 from llmsuite.devices.kernel_table import forms
@@ -201,11 +202,9 @@ def check_kernels(
         try:
             yield _check(backend, precision, case, ops, optimizer_ops, is_fused)
         except Exception as error:
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            named = next((line for line in reversed(lines) if "rror" in line), lines[-1] if lines else "")
             yield KernelResult(
                 case.operation, case.name, precision, is_fused, 0.0, None, 0.0, False, 0.0, 0,
-                f"{type(error).__name__}: {named}",
+                f"{type(error).__name__}: {line_of(error)}",
             )  # fmt: skip
 
 

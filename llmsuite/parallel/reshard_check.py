@@ -6,6 +6,7 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 
+from llmsuite.base.errors import line_of
 from llmsuite.devices.tensors import array_of, tensor_of
 from llmsuite.parallel import collective
 
@@ -18,9 +19,7 @@ def find_wrong_reshard(num_ranks: int) -> str | None:
     try:
         wrong = _wrong_placement(mesh, values) or _wrong_gradient(mesh, values)
     except Exception as error:  # Paddle's errors have many types
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        named = next((line for line in reversed(lines) if "rror" in line), lines[-1] if lines else "")
-        wrong = f"{type(error).__name__}: {named}"
+        wrong = f"{type(error).__name__}: {line_of(error)}"
     is_wrong = collective.sum_over_run([0.0 if wrong is None else 1.0])[0]
     return wrong or ("another rank has a wrong placement" if is_wrong else None)
 

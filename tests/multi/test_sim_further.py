@@ -20,7 +20,7 @@ from tests.parity.cases import Case, compare, many_processes, once, one_process,
 from tests.parity.condition import nudged
 from tests.parity.points import point
 from tests.support.paths import ROOT
-from tests.support.sim_runs import of, run_on_sim
+from tests.support.sim_runs import of, run_on_sim, run_with_sim
 from tests.support.standin_runs import ONE, RUN, problems
 
 MESHES = {
@@ -80,9 +80,9 @@ def test_paddle_gives_memory_of_programs_back_too_early(fast: bool) -> None:
 def test_the_doctor_names_what_a_device_loses(runner: Runner) -> None:
     """A build without the kernel that adds, as a plug-in of a vendor may be; it needs no plugin of llmsuite. Paddle
     adds on the host, and the result is not written where it belongs."""
-    process = runner.start("doctor", "--device=sim", CUSTOM_DEVICE_ROOT=str(library_directory("add|add_grad")))
-    printed, _ = process.communicate()
-    assert process.returncode == 2, printed
+    root = str(library_directory("add|add_grad"))
+    code, printed = run_with_sim(runner, "llmsuite", "doctor", "--device=sim", CUSTOM_DEVICE_ROOT=root)
+    assert code == 2, printed
     bad = [line for line in printed.splitlines() if line.startswith("BAD")]
     assert any("view, add_" in line and "gradients of ranks and micro-batches are lost" in line for line in bad), bad
     assert "ok    view, scale_" in printed, printed
@@ -92,11 +92,8 @@ def test_the_doctor_names_what_a_device_loses(runner: Runner) -> None:
 
 def test_kernels_and_messages_of_the_device(runner: Runner) -> None:
     """Every operation forward and backward, and all messages of two ranks, by Paddle's name of the device alone."""
-    process = runner.start(
-        "doctor", "--kernels", "--device=sim", "--num_devices=2", CUSTOM_DEVICE_ROOT=str(library_directory())
-    )
-    printed, _ = process.communicate()
-    assert process.returncode == 0, printed
+    code, printed = run_with_sim(runner, "llmsuite", "doctor", "--kernels", "--device=sim", "--num_devices=2")
+    assert code == 0, printed
     assert printed.splitlines()[-1] == "ok    all of sim"
     for words in ("sim, bf16", "sim, fp16", "attention       head 192, documents", "pipeline, 1F1B  float16   right"):
         assert words in printed, printed
@@ -105,12 +102,10 @@ def test_kernels_and_messages_of_the_device(runner: Runner) -> None:
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 def test_the_first_day(runner: Runner, device: str) -> None:
     file = runner.directory / f"day-{device}.json"
-    process = runner.start(
-        "doctor", f"--first-day={file}", "--size=tiny", f"--device={device}",
-        CUSTOM_DEVICE_ROOT=str(library_directory()),
-    )  # fmt: skip
-    printed, _ = process.communicate()
-    assert process.returncode == 0, printed
+    words = f"--first-day={file}", "--size=tiny", f"--device={device}"
+    root = str(library_directory()) if device == "sim" else ""
+    code, printed = run_with_sim(runner, "llmsuite", "doctor", *words, CUSTOM_DEVICE_ROOT=root)
+    assert code == 0, printed
     acts = {act["name"]: act for act in json.loads(file.read_text())["acts"]}
     assert {"sft", "sft-bf16", "dpo", "pipeline", "program", "resume", "serve"} <= acts.keys()
     assert all(act["problems"] == [] for act in acts.values())

@@ -44,11 +44,16 @@ def run_on_sim(runner: Runner, cases: Iterable[Case]) -> dict[str, str]:
 def launch(runner: Runner, num_ranks: int, *words: str, **environment: Any) -> tuple[int, str]:
     """Run `tests.device.launched`: exit code, and what was printed."""
     logs = str(runner.directory / "sim-logs")
-    # a process of tests has those of the CPU, which a launcher takes for the user's
-    of_cpu = CpuBackend().environment(num_ranks)
+    return run_with_sim(runner, "tests.device.launched", str(num_ranks), logs, *words, **environment)
+
+
+def run_with_sim(runner: Runner, module: str, *words: str, **environment: Any) -> tuple[int, str]:
+    """Run a module in a process that has the plug-in of the device: exit code, and what was printed."""
+    # a process of tests has the variables of the CPU, which a launcher takes for the user's
+    of_cpu = CpuBackend().environment(1)
     inherited = {name: value for name, value in runner.environment.items() if name not in of_cpu}
     process = subprocess.run(
-        [sys.executable, "-m", "tests.device.launched", str(num_ranks), logs, *words],
+        [sys.executable, "-m", module, *words],
         cwd=ROOT,
         env={**inherited, "CUSTOM_DEVICE_ROOT": str(library_directory()), **environment},
         stdout=subprocess.PIPE,

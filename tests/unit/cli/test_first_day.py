@@ -14,6 +14,7 @@ from llmsuite.cli.first_day import EPSILON, STEPS, Act, _acts, _Day, _training, 
 from llmsuite.cli.main import main
 from llmsuite.contract.registry import Registry
 from llmsuite.recipe.resolve import plan_run
+from tests.conftest import registry_with
 from tests.support.paths import ROOT
 
 
@@ -87,6 +88,19 @@ def test_losses_of_a_run_are_read(tmp_path: Path) -> None:
     _training(Ran("cpu", "tiny", tmp_path, {"sft": [4.0] * STEPS}, {}), "sft")(act)
     assert (act.problems, act.losses) == ([], [4.0] * STEPS)
     assert act.seconds > 0
+
+
+def test_a_day_that_is_interrupted_keeps_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(act: Act) -> None:
+        raise KeyboardInterrupt
+
+    acts = [(Act("first", "fp32"), lambda act: act.losses.append(4.0)), (Act("second", "fp32"), interrupt)]
+    monkeypatch.setattr(module, "_acts", lambda *given: acts)
+    file = tmp_path / "day.json"
+    with pytest.raises(KeyboardInterrupt):
+        module.first_day(str(file), "tiny", "cpu", registry_with())
+    (act,) = json.loads(file.read_text())["acts"]
+    assert (act["name"], act["losses"]) == ("first", [4.0])
 
 
 def test_a_file_that_cannot_be_written_is_refused_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from llmsuite.base.errors import UserError
 from llmsuite.devices import custom
+from llmsuite.devices.device_checks import _NEEDED
 from llmsuite.devices.registered_kernels import kernel_dtypes
 from llmsuite.devices.vendors import backend_of, find_vendor
 
@@ -26,3 +27,9 @@ def test_a_precision_without_a_matrix_product_is_refused(monkeypatch: pytest.Mon
         backend.check_precision("bf16")
     monkeypatch.setattr(custom, "kernel_dtypes", lambda operation, device: set())
     backend.check_precision("bf16")  # the plug-in computes in its own way
+
+
+@pytest.mark.parametrize("operation", _NEEDED)
+def test_every_operation_of_a_step_is_known(operation: str) -> None:
+    """Else a device that lacks it would not be named."""
+    assert "float32" in kernel_dtypes(operation, "cpu")

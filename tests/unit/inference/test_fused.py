@@ -69,6 +69,21 @@ def test_every_shape_of_every_family_has_its_logits_token_by_token(case: str) ->
     assert np.abs(logits - expected[:, -1]).max() <= 1e-5
 
 
+def test_a_row_that_would_see_nothing_is_refused() -> None:
+    """Its attention would be the mean of nothing, and its logits NaN."""
+    case = next(case for case in CASES if case.startswith("llama/") and "bias" not in case)
+    ids, _ = reference(case)
+    model = load(REFERENCE / case)
+    fuse(model, CpuBackend().ops("fp32"))
+    decoder = ModelDecoder(model)
+    padding = np.zeros(len(ids), "int64")
+    _, cache = decoder.forward(ids[:, :3], padding, None)
+    padding[-1] = 4
+    assert model.decoding.next_logits is not None
+    with pytest.raises(Exception, match="padding is beyond the cache"):
+        decoder.forward(ids[:, 3:4], padding, cache)
+
+
 @pytest.mark.parametrize("case", [case for case in CASES if case.startswith(("llama/", "qwen/", "ernie/"))])
 @pytest.mark.parametrize("ends", [(9,), (5, 9), (1, 2, 8, 9)], ids=str)
 def test_prompts_of_unequal_length_are_read_as_layer_by_layer(case: str, ends: tuple[int, ...]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import http.server
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 requests = pytest.importorskip("requests")
 
 from llmsuite.base.errors import UserError  # noqa: E402
-from llmsuite.base.hub import download, limited  # noqa: E402
+from llmsuite.base.hub import download, huggingface, limited  # noqa: E402
 from llmsuite.base.hub.fetch import fetch  # noqa: E402
 from llmsuite.base.hub.limited import file_of, limited_session  # noqa: E402
 from llmsuite.base.hub.listing import Want  # noqa: E402
@@ -148,3 +149,9 @@ def test_a_file_that_comes_in_single_bytes_is_given_up(hub: HubServer, monkeypat
     with pytest.raises(UserError, match=r"breaks off at byte \d+ of config.json"):
         fetch(HubName("hf", "org/model"), Want.CONFIG, print)
     assert hub.downloads("config.json") < 100
+
+
+def test_a_later_huggingface_hub_needs_no_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "1.2.0")
+    monkeypatch.setitem(sys.modules, "llmsuite.base.hub.limited", None)  # what an import without it gives
+    assert huggingface._limits() is None
