@@ -121,7 +121,7 @@ def build_model(
     read = pad_values(weights.read, shapes) if padded else weights.read
     shards: list[ParameterShard] = []
     for chunk in chunks:
-        shards += parallelize(chunk, strategy, read)
+        shards += parallelize(chunk, strategy, read if backend.has_values else None)
     adapters = _describe_adapters(model_plan, adapted, config, weights.base, trained)
     if isinstance(adapters, Prefixes) and model_plan.prefix_network_size is not None:
         _ = mesh.model_group  # a collective call: every rank has to create the groups of a mesh in the same order

@@ -17,6 +17,7 @@ from llmsuite.base.errors import AgreedError
 from llmsuite.base.locks import lock_directory
 from llmsuite.base.progress import report
 from llmsuite.base.redaction import redacted_data
+from llmsuite.checkpoint.local_storage import LocalStorage
 from llmsuite.checkpoint.model_dir import without_carried
 from llmsuite.checkpoint.train_state import TrainState
 from llmsuite.contract.registry import Registry
@@ -128,7 +129,9 @@ class Trainer:
 
         # mesh
         self.mesh = mesh = collective.start(plan.parallel.degrees)
-        self.local_storage = find_local_storage(plan.output_dir, plan.parallel.num_machines)
+        self.local_storage: LocalStorage | None = None
+        if backend.has_values:  # else no other rank answers, and nothing is saved
+            self.local_storage = find_local_storage(plan.output_dir, plan.parallel.num_machines)
 
         # data
         plan.check_files(mesh.loads_data)
@@ -490,6 +493,7 @@ class Trainer:
             [part for part in (built.balance, built.input_scales, self.critic) if part is not None],
             max_metrics=plan.train.profile.max_metrics,
             may_be_empty=self.rollouts is not None,
+            has_values=self.backend.has_values,
         )
         if not plan.parallel.engine.compiles_steps:
             return EagerEngine.from_plans(passes, rules, built, train, plan.parallel.engine, self.backend, total_steps)
