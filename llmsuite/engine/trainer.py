@@ -134,7 +134,7 @@ class Trainer:
             self.local_storage = find_local_storage(plan.output_dir, plan.parallel.num_machines)
 
         # data
-        plan.check_files(mesh.loads_data)
+        plan.check_files(mesh.loads_data, loads_model=backend.has_values)
         self.plan = plan = plan.fetched(report) if mesh.loads_data else plan
         if plan.recipe.source:
             report(f"numbers from {plan.recipe.source}")

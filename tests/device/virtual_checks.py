@@ -43,7 +43,7 @@ def recorded(run: Callable[[], Any]) -> list[Record]:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "records"
         assert loaded_library().rehearse_write_records(str(path).encode()) == 0
-        found = parse_records(path.read_text(encoding="utf-8").splitlines(), PLACES)
+        found = parse_records(path.read_text(encoding="utf-8").splitlines(), PLACES, {})
     del kept
     return found
 

@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmsuite.base.errors import UserError
+from llmsuite.base.files import os_errors
 from llmsuite.base.locks import scratch_directory
+from llmsuite.base.safe_files import exists
 from llmsuite.contract.registry import PluginInfo, Registry
 from llmsuite.contract.specs import Command
+from llmsuite.recipe.fetch import fetch_names
 from llmsuite.recipe.load import REMOVE
 from llmsuite.recipe.plans import ParallelPlan
 from llmsuite.recipe.resolve import RunPlan, plan_run
@@ -45,7 +48,13 @@ def add_arguments(parser: Any) -> None:
         help="the ranks to rehearse, such as 0,5 (default: one of each pipeline stage)",
     )
     parser.add_argument(
-        "--hardware", type=str, default=None, help="h100, h800, h200, a100 or a800: the memory that a rank may take"
+        "--hardware",
+        type=str,
+        default=None,
+        help="h100, h800, h200, a100 or a800: the memory that a rank may take, and the figures for its times",
+    )
+    parser.add_argument(
+        "--trace", type=str, default=None, help="write the step in time for chrome://tracing; needs --hardware"
     )
     parser.add_argument("--json", action="store_true", help="print the counts as JSON")
     parser.epilog = "Any key of the recipe can be overridden, as with `llmsuite run`."
@@ -58,11 +67,14 @@ def run(args: Any, registry: Registry) -> int:
         registry.require(PluginInfo(_DEVICE, "llmsuite", device.__name__, plugin=device))
     plan = _plan(args, registry)
     if _DIRECTORY in os.environ:  # this is the process of a rank
-        return _run_rank(plan, registry, Path(os.environ[_DIRECTORY]))
+        return _run_rank(plan, registry, Path(os.environ[_DIRECTORY]), args.hardware)
+    if args.trace is not None and args.hardware is None:
+        raise UserError("--trace: shows times, which need --hardware")
     degrees = plan.parallel.degrees
     ranks = ranks_to_rehearse(args.ranks, degrees)
     memory = None if args.hardware is None else _memory(args.hardware)
-    plan.check_files()
+    plan = fetch_names(plan, registry, lambda text: print(text, file=sys.stderr), loads_model=False)
+    plan.check_files(loads_model=False)
     plan.parallel.device.factory().rank_environment(0)  # builds the device once, and says so
     reports: list[dict[str, Any]] = []
     with scratch_directory("llmsuite-rehearse-") as scratch:
@@ -70,6 +82,8 @@ def run(args: Any, registry: Registry) -> int:
             print(f"rank {rank} of {degrees.num_ranks}", file=sys.stderr, flush=True)
             headers = headers_for(reports, rank, degrees)
             reports.append(_rehearse(plan.parallel, rank, scratch / str(rank), memory, headers))
+        if args.trace is not None:
+            _write_trace(Path(args.trace), scratch, ranks)
     shown = [report for report in reports if report["rank"] in ranks]
     from llmsuite.plugins.rehearse.show import show_rank
 
@@ -178,15 +192,27 @@ def _rehearse(
     return report
 
 
-def _run_rank(plan: RunPlan, registry: Registry, directory: Path) -> int:
+def _write_trace(path: Path, scratch: Path, ranks: list[int]) -> None:
+    """Join the traces of ranks, each in its directory below `scratch`; those that failed have none."""
+    events: list[Any] = []
+    for rank in ranks:
+        if exists(scratch / str(rank) / "trace.json"):
+            events += json.loads((scratch / str(rank) / "trace.json").read_text(encoding="utf-8"))
+    with os_errors(path, "name another file for --trace"):
+        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+
+
+def _run_rank(plan: RunPlan, registry: Registry, directory: Path, hardware_name: str | None) -> int:
     """Rehearse the rank of this process."""
     from llmsuite.devices.start import start_paddle
 
     start_paddle(plan.parallel.device.factory(), 1, join=True)
+    from llmsuite.planning.cost import hardware
     from llmsuite.plugins.rehearse.rank import run_rank
 
     headers = json.loads((directory / "headers.json").read_text(encoding="utf-8"))
-    return run_rank(plan, registry, directory, headers)
+    device = None if hardware_name is None else hardware(hardware_name)
+    return run_rank(plan, registry, directory, headers, device)
 
 
 COMMAND = Command(

@@ -17,9 +17,11 @@ import paddle
 import llmsuite
 from llmsuite.contract.registry import Registry
 from llmsuite.engine.rehearsal import StepObserver, rehearse_steps
+from llmsuite.planning.cost import Hardware
 from llmsuite.plugins.rehearse import records as kinds
 from llmsuite.plugins.rehearse.library import loaded_library, reserved_bytes
 from llmsuite.plugins.rehearse.records import Places, parse_alive, parse_records, summary
+from llmsuite.plugins.rehearse.timeline import play, prediction, trace_events
 from llmsuite.recipe.resolve import RunPlan
 
 NUM_STEPS = 3
@@ -35,8 +37,16 @@ _RARE = 1 << kinds.UPLOAD | 1 << kinds.READ | 1 << kinds.COPY | 1 << kinds.WAIT
 class _Counter(StepObserver):
     """Counts what the device is given."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, device: Hardware | None, devices_per_machine: int):
+        """
+        Args:
+            directory: to write files into.
+            device: figures by which the step is played; None where it is only counted.
+            devices_per_machine: ranks of a machine.
+        """
         self.report: dict[str, Any] = {"steps": 0}
+        self._device = device
+        self._devices_per_machine = devices_per_machine
         self._directory = directory
         self._places = Places()
         self._library = loaded_library()
@@ -61,15 +71,28 @@ class _Counter(StepObserver):
         paddle.device.reset_max_memory_allocated()
         yield
         self.report["steps"] = number
-        if number == _COUNTED:
-            # the first step may have held more, where it made the states of the optimizer
-            self.report["peak_bytes"] = int(paddle.device.max_memory_allocated())
+        peak = int(paddle.device.max_memory_allocated())
+        if number < _COUNTED:
+            self.report["first_peak_bytes"] = peak
+        elif number == _COUNTED:
+            self.report["peak_bytes"] = peak
             self.report["reserved_bytes"] = reserved_bytes()[1]
-            self._library.rehearse_write_records(str(self._directory / "records").encode())
-            with open(self._directory / "records", encoding="utf-8") as lines:
-                self.report |= summary(parse_records(lines, self._places), group_names())
+            self._count()
         if number == _LOCATED:
             self._note_alive()
+
+    def _count(self) -> None:
+        """Count the step, and play it on the device."""
+        self._library.rehearse_write_records(str(self._directory / "records").encode())
+        with open(self._directory / "records", encoding="utf-8") as lines:
+            records = parse_records(lines, self._places, group_names())
+        self.report |= summary(records)
+        if self._device is not None:
+            timeline = play(records, self._device, self._devices_per_machine)
+            flops = self.report["flops"]
+            self.report["predicted"] = prediction(timeline, flops, self.report["host_seconds"], self._device)
+            events = trace_events(int(os.environ.get("PADDLE_TRAINER_ID", "0")), timeline)
+            (self._directory / "trace.json").write_text(json.dumps(events), encoding="utf-8")
 
     def failed(self, error: BaseException) -> None:
         """Note an error, with the line of llmsuite that caused it, and what was alive."""
@@ -88,11 +111,27 @@ class _Counter(StepObserver):
             self.report["alive"] = parse_alive(lines, self._places)
 
 
-def run_rank(plan: RunPlan, registry: Registry, directory: Path, headers: Sequence[Sequence[int]]) -> int:
-    """Rehearse the rank of this process, and write `report.json` into a directory. Returns the exit code: 1 where it
-    did not reach the end of a step."""
+def run_rank(
+    plan: RunPlan,
+    registry: Registry,
+    directory: Path,
+    headers: Sequence[Sequence[int]],
+    device: Hardware | None = None,
+) -> int:
+    """Rehearse the rank of this process.
+
+    Args:
+        plan: plan of the run.
+        registry: registered stages and model families.
+        directory: `report.json` is written there, and `trace.json` with the events of `timeline.trace_events`.
+        headers: see `rehearse_steps`.
+        device: figures by which times are predicted; None for no times.
+
+    Returns:
+        The exit code: 1 where it did not reach the end of a step.
+    """
     plan.parallel.device.factory().activate(0)  # before the first record
-    counter = _Counter(directory)
+    counter = _Counter(directory, device, plan.parallel.devices_per_machine)
     code = 0
     try:
         counter.report["headers"] = rehearse_steps(plan, registry, NUM_STEPS, counter, headers)

@@ -72,17 +72,30 @@ class Record:
     """Number of an event; number of ranks of a message."""
 
 
-def parse_records(lines: Iterable[str], places: Places) -> list[Record]:
-    """Records from the lines that `rehearse_write_records` writes."""
+def parse_records(lines: Iterable[str], places: Places, group_names: Mapping[str, str]) -> list[Record]:
+    """Records from the lines that `rehearse_write_records` writes.
+
+    Args:
+        lines: the lines.
+        places: names of the places that are numbers there.
+        group_names: names of the groups of messages, by what the device calls them.
+    """
     found = []
     for line in lines:
         kind, stream, name, place, group, flops, size, host, about = line.rstrip("\n").split("\t")
         found.append(
             Record(
-                int(kind), int(stream), name, places.name(int(place)), group, float(flops), float(size),
-                float(host) / 1e9, int(about),
+                kind=int(kind),
+                stream=int(stream),
+                name=name,
+                place=places.name(int(place)),
+                group=group_names.get(group, group),
+                flops=float(flops),
+                bytes=float(size),
+                host_seconds=float(host) / 1e9,
+                about=int(about),
             )
-        )  # fmt: skip
+        )
     return found
 
 
@@ -117,19 +130,11 @@ def count_by(records: Iterable[Record], *fields: str) -> list[dict[str, Any]]:
     ]
 
 
-def summary(records: Sequence[Record], group_names: Mapping[str, str]) -> dict[str, Any]:
-    """The counts of one step.
-
-    Args:
-        records: of the step, in their order.
-        group_names: names of the groups of messages, by what the device calls them.
-    """
+def summary(records: Sequence[Record]) -> dict[str, Any]:
+    """The counts of one step, from its records in their order."""
     of_kind: dict[int, list[Record]] = collections.defaultdict(list)
     for record in records:
         of_kind[record.kind].append(record)
-    messages = [
-        dataclasses.replace(record, group=group_names.get(record.group, record.group)) for record in of_kind[MESSAGE]
-    ]
     return {
         "launches": len(of_kind[KERNEL]) + len(of_kind[MESSAGE]) + len(of_kind[COPY]),
         "flops": sum(record.flops for record in of_kind[KERNEL]),
@@ -139,5 +144,5 @@ def summary(records: Sequence[Record], group_names: Mapping[str, str]) -> dict[s
         "waits": count_by(of_kind[WAIT], "place", "name"),
         "uploads": count_by(of_kind[UPLOAD], "place"),
         "copies": count_by(of_kind[COPY], "place"),
-        "messages": count_by(messages, "group", "name", "about"),
+        "messages": count_by(of_kind[MESSAGE], "group", "name", "about"),
     }

@@ -35,12 +35,32 @@ def show_rank(report: Mapping[str, Any], strategy: str, memory: int | None) -> I
         f"  {report['launches']:,} launches, {report['flops'] / 1e12:.2f} TFLOP, {host_seconds:.2f} s of this host's "
         f"processor ({each:.0f} us a launch)"
     )
+    if "predicted" in report:
+        yield from _show_times(report["predicted"], report["flops"])
     for kind in ("reads", "waits", "uploads"):
         yield from _show_places(kind, report[kind])
     if report["messages"]:
         yield "  messages:"
     for row in report["messages"]:
-        yield f"    {row['count']:6} x {row['name']:15} {row['bytes'] / 1e9:10.3f} GB  {row['group']}"
+        yield f"    {row['count']:6} x {row['name']:15} {row['bytes'] / 1e9:10.3f} GB  {_short(row['group'])}"
+
+
+def _short(group: str) -> str:
+    """The name of a group, without most of its ranks where it has many."""
+    ranks = group.split(",")
+    return group if len(ranks) <= _NUM_SHOWN else f"{','.join(ranks[:_NUM_SHOWN])} and {len(ranks) - _NUM_SHOWN} more"
+
+
+def _show_times(found: Mapping[str, Any], flops: float) -> Iterator[str]:
+    seconds = found["step_seconds"]
+    yield (
+        f"  predicted: {seconds:.3f} s a step, {flops / seconds / 1e12:.0f} TFLOPS, MFU {found['mfu']:.1%}; the device "
+        f"is busy for {found['busy_seconds']:.3f} s, messages take {found['message_seconds']:.3f} s, the host waits "
+        f"for {found['waited_seconds']:.3f} s"
+    )
+    if found["is_launch_bound"]:
+        times = found["host_seconds"] / max(found["busy_seconds"], 1e-9)
+        yield f"  launch-bound: a host as fast as this one needs {times:.1f} times as long as the device"
 
 
 def _limit(memory: int | None) -> str:

@@ -49,7 +49,7 @@ LINES = [
 
 
 def test_a_step_is_counted() -> None:
-    found = summary(parse_records(LINES, places()), {"7": "ranks 0,1,2,3"})
+    found = summary(parse_records(LINES, places(), {"7": "ranks 0,1,2,3"}))
     assert found["launches"] == 4  # events are none
     assert found["flops"] == 8000
     assert found["host_seconds"] == 0.007
@@ -63,7 +63,7 @@ def test_a_step_is_counted() -> None:
 
 
 def test_no_step_has_no_time() -> None:
-    assert summary([], {})["host_seconds"] == 0
+    assert summary([])["host_seconds"] == 0
 
 
 def test_what_is_alive_is_summed_by_place() -> None:
