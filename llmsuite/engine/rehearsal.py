@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
-from llmsuite.base.errors import UserError
 from llmsuite.contract.registry import Registry
 from llmsuite.engine.data_loader import StepDataLoader
 from llmsuite.engine.trainer import Trainer
@@ -64,15 +63,9 @@ def rehearse_steps(
 
     Returns:
         The headers of the activations that this rank sends in a step.
-
-    Raises:
-        UserError: the engine of the recipe cannot be rehearsed.
     """
-    if plan.parallel.engine.compiles_steps:
-        raise UserError("engine.program: is step, which cannot be rehearsed yet; set it to layers")
     trainer = Trainer(plan, registry)
-    if trainer.rollouts is not None:
-        raise UserError(f"stage: {plan.train.stage.name} samples completions, which cannot be rehearsed yet")
+    assert trainer.rollouts is None, "the command refuses rollouts"
     part = trainer.built.part
     part.train()
     observed = RehearsedHeaders(headers)

@@ -148,6 +148,26 @@ def test_a_step_reads_the_device_twice(rehearsed: dict[str, list[dict[str, Any]]
     assert sum(row["count"] for row in report["reads"]) == 2
 
 
+def test_a_step_is_played_on_a_device(runner: Runner) -> None:
+    trace = runner.directory / "step.json"
+    process = runner.start(
+        "rehearse", RECIPE, *WORDS, *STRATEGIES["tp2"], "--hardware=h100", f"--trace={trace}", "--json"
+    )
+    printed, _ = process.communicate()
+    assert process.returncode == 0, printed
+    (report,) = json.loads(printed[printed.index("[\n") :])
+    found = report["predicted"]
+    # whatever the host takes: no device is faster than its data sheet
+    assert found["busy_seconds"] > report["flops"] / 989e12
+    assert found["step_seconds"] >= max(found["busy_seconds"], found["host_seconds"])
+    assert 0 < found["mfu"] < 1
+    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    on_device = [event for event in events if event["ph"] == "X"]
+    assert {event["pid"] for event in events} == {"rank 0"}
+    assert {"matmul", "flash_attn", "all_reduce", "adamw"} <= {event["name"] for event in on_device}
+    assert len(on_device) == report["launches"] + sum(row["count"] for row in (*report["reads"], *report["uploads"]))
+
+
 def test_the_line_that_runs_out_of_memory_is_named(runner: Runner) -> None:
     layers = {**MODEL, "config": {"num_hidden_layers": 32}}
     process = runner.start(

@@ -17,7 +17,7 @@ from llmsuite.contract.registry import PluginInfo, Registry
 from llmsuite.contract.specs import Command
 from llmsuite.recipe.fetch import fetch_names
 from llmsuite.recipe.load import REMOVE
-from llmsuite.recipe.plans import ParallelPlan
+from llmsuite.recipe.plans import ModelPlan, ParallelPlan, TrainPlan
 from llmsuite.recipe.resolve import RunPlan, plan_run
 
 if TYPE_CHECKING:
@@ -100,12 +100,31 @@ def _plan(args: Any, registry: Registry) -> RunPlan:
     """The run to rehearse, on the virtual device. Raises UserError where it cannot be."""
     plan = plan_run(args.recipe, [*args.overrides, f"--device={_DEVICE}"], registry, layers=[("rehearse", _STEPS_ONLY)])
     plan.check_trains("rehearse")
-    if plan.parallel.degrees.auto_parallel:
-        raise UserError(
-            f"rehearse: family {plan.model.family.name} places its parameters in its own code, which cannot be "
-            "rehearsed yet; start it with --train.max_steps=2"
-        )
+    refuse(plan.model, plan.parallel, plan.train)
     return plan
+
+
+def refuse(model: ModelPlan, parallel: ParallelPlan, train: TrainPlan) -> None:
+    """Raise UserError for what cannot be rehearsed yet."""
+    engine = parallel.engine
+    if parallel.degrees.auto_parallel:
+        raise UserError(
+            f"rehearse: family {model.family.name} places its parameters in its own code, which cannot be rehearsed "
+            "yet; start it with --train.max_steps=2"
+        )
+    if train.profile.updates:
+        raise UserError(f"rehearse: stage {train.stage.name} samples completions, which cannot be rehearsed yet")
+    if engine.compiles_steps:
+        raise UserError("engine.program: is step, which cannot be rehearsed yet; set it to layers")
+    if engine.offload_optimizer:
+        raise UserError("engine.offload_optimizer: is true, which would fill the memory of this host; set it to false")
+    if parallel.num_chunks > 1:
+        raise UserError("parallel.pipeline_schedule: is interleaved, which cannot be rehearsed yet; set it to 1F1B")
+    if model.shard_plan.gates:
+        raise UserError(
+            f"rehearse: family {model.family.name} sends tokens to experts by numbers that nobody computes; it cannot "
+            "be rehearsed yet"
+        )
 
 
 def _memory(name: str) -> int:

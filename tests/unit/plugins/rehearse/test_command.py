@@ -49,6 +49,19 @@ def test_a_later_stage_gets_the_headers_of_its_own_pipeline() -> None:
         (["recipes/llama/infer.json"], "stage 'infer', which does not train"),
         (["recipes/llama/sft.json", "--hardware=abacus"], "'abacus' is not known"),
         (["recipes/llama/sft.json", "--ranks=999"], "--ranks: 999"),
+        (["recipes/llama/sft.json", "--trace=a.json"], "--trace: shows times, which need --hardware"),
+        (["recipes/llama/grpo.json"], "stage grpo samples completions, which cannot be rehearsed yet"),
+        (["recipes/llama/sft.json", "--engine.offload_optimizer=true"], "engine.offload_optimizer: is true"),
+        (["recipes/llama/sft.json", "--engine.mode=to_static", "--engine.program=step"], "engine.program: is step"),
+        (["recipes/qwen_moe/sft.json"], "qwen_moe sends tokens to experts"),
+        (
+            [
+                "recipes/llama/sft.json",
+                "--parallel.pipeline_schedule=interleaved",
+                "--parallel.virtual_pipeline_degree=2",
+            ],
+            "is interleaved, which cannot be rehearsed yet",
+        ),
     ],
 )
 def test_wrong_words_are_refused(
