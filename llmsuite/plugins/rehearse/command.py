@@ -45,7 +45,7 @@ def add_arguments(parser: Any) -> None:
         "--ranks",
         type=str,
         default=None,
-        help="the ranks to rehearse, such as 0,5 (default: one of each pipeline stage)",
+        help="the ranks to rehearse, such as 0,5 (default: one of the first and of the last pipeline stage)",
     )
     parser.add_argument(
         "--hardware",
@@ -136,15 +136,23 @@ def _memory(name: str) -> int:
 
 
 def ranks_to_rehearse(given: str | None, degrees: Degrees) -> list[int]:
-    """The ranks to rehearse. Raises UserError where there is no such rank."""
+    """The ranks to rehearse, in order. Raises UserError for one that is not there, or cannot be rehearsed yet."""
+    each = degrees.num_ranks // degrees.pp
+    last_stage = degrees.pp - 1
     if given is None:
-        return [stage * (degrees.num_ranks // degrees.pp) for stage in range(degrees.pp)]
+        return sorted({0, last_stage * each})
     words = given.split(",")
     if not all(word.isascii() and word.isdecimal() for word in words):
         raise UserError(f"--ranks: is {given!r}; give numbers of ranks with commas between, such as 0,5")
     ranks = sorted({int(word) for word in words})
     if ranks[-1] >= degrees.num_ranks:
         raise UserError(f"--ranks: {ranks[-1]} is none of the {degrees.num_ranks} ranks of {degrees}, counted from 0")
+    # these ranks load no data: they get the number of samples from rank 0
+    if middle := next((rank for rank in ranks if 0 < rank // each < last_stage), None):
+        raise UserError(
+            f"--ranks: {middle} is in the middle of a pipeline, which cannot be rehearsed yet; name one of the first "
+            f"stage, 0 to {each - 1}, or of the last, {last_stage * each} to {degrees.num_ranks - 1}"
+        )
     return ranks
 
 

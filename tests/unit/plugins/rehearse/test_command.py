@@ -15,13 +15,18 @@ from llmsuite.plugins.rehearse.command import first_stage_rank, headers_for, ran
 DEGREES = Degrees(pp=4, dp=2, sharding=1, tp=2)
 
 
-def test_one_rank_of_each_pipeline_stage_is_rehearsed() -> None:
-    assert ranks_to_rehearse(None, DEGREES) == [0, 4, 8, 12]
+def test_one_rank_of_the_first_and_the_last_stage_is_rehearsed() -> None:
+    assert ranks_to_rehearse(None, DEGREES) == [0, 12]
+    assert ranks_to_rehearse(None, Degrees(2, 1, 2, 2)) == [0, 4]
     assert ranks_to_rehearse(None, Degrees(1, 8, 1, 1)) == [0]
 
 
 def test_ranks_are_given_by_number() -> None:
-    assert ranks_to_rehearse("5,0,5", DEGREES) == [0, 5]
+    assert ranks_to_rehearse("13,3,13", DEGREES) == [3, 13]
+    with pytest.raises(
+        UserError, match=r"--ranks: 5 is in the middle of a pipeline.* 0 to 3, or of the last, 12 to 15"
+    ):
+        ranks_to_rehearse("3,5", DEGREES)
     for wrong in ("a", "1,", "-1", ""):
         with pytest.raises(UserError, match=r"--ranks: .*such as 0,5"):
             ranks_to_rehearse(wrong, DEGREES)
