@@ -62,7 +62,7 @@ BUILTIN_MODULES = ("llmsuite.builtin", "llmsuite.cli.commands")
 """Modules with the built-in specs. They are imported by name, so that whoever needs a registry imports no command."""
 BUNDLED = "llmsuite (bundled)"
 """`PluginInfo.distribution` of the plugins in `llmsuite.plugins`."""
-BUNDLED_PLUGINS = ("adapters_extra", "align", "cpu_kernels", "studio", "suites")
+BUNDLED_PLUGINS = ("adapters_extra", "align", "cpu_kernels", "rehearse", "studio", "suites")
 """Names of the packages in `llmsuite.plugins`. They are loaded by name, so that no other module imports them."""
 
 REGISTRATIONS: dict[str, tuple[str, Any]] = {

@@ -102,6 +102,10 @@ class DeviceBackend(abc.ABC):
     can_offload: ClassVar[bool] = True
     """True where `to_host` frees device memory; False where tensors are already in host memory."""
 
+    has_values: ClassVar[bool] = True
+    """False where kernels compute nothing and ranks run without each other, for `llmsuite rehearse`: no weights are
+    read, and no step is judged by its loss."""
+
     _added_kernels: Sequence[DeviceKernels] | None = None
     """None: those that plugins have registered."""
 

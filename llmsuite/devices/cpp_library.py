@@ -43,6 +43,8 @@ class CppLibrary:
     instructions: tuple[tuple[str, str], ...] = ()
     """Instruction sets that the compiler has to support if this processor has them: pairs of the name in /proc/cpuinfo
     and the compiler's macro."""
+    include_directories: tuple[Path, ...] = ()
+    """Directories of headers that are among the sources, where they are not next to the files that include them."""
 
 
 def build_library(what: CppLibrary) -> Path:
@@ -100,7 +102,8 @@ def _build(what: CppLibrary, target: Path, paddle: Path) -> None:
         f"building code that Paddle's CPU wheel lacks ({what.name}), once: up to a minute", file=sys.stderr, flush=True
     )
     build_options = [*what.options, *(["-march=native"] if what.is_for_this_cpu else []), "-fPIC", "-w"]
-    includes = [f"-I{paddle / 'include'}", f"-I{paddle / 'include' / 'third_party'}"]
+    directories = (*what.include_directories, paddle / "include", paddle / "include" / "third_party")
+    includes = [f"-I{directory}" for directory in directories]
     macros = [f'-DLIBPADDLE="{paddle / "base" / "libpaddle.so"}"', "-DPADDLE_ON_INFERENCE=0"]
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         objects = {source: Path(scratch) / f"{source.stem}.o" for source in what.sources if source.suffix == ".cc"}

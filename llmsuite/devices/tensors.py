@@ -40,7 +40,7 @@ def tensor_of(values: Any, dtype: Any = None, place: Any = None) -> Tensor:
     if not paddle.in_dynamic_mode():
         return paddle.to_tensor(array, place=place)
     place = place or paddle.framework._current_expected_place()
-    if place.is_gpu_place() and array.size:
+    if is_like_gpu(place) and array.size:
         # not blocking: CUDA has read pageable memory of the host when the call returns, and no stream has to wait
         tensor = _filled(array, paddle.CPUPlace())._copy_to(place, False)
     else:
@@ -55,10 +55,15 @@ def array_of(tensor: Tensor) -> np.ndarray:
     Waits until the accelerator has computed all that was enqueued before; so a step makes few such copies. Messages
     that are under way may still be so afterwards.
     """
-    if tensor.place.is_gpu_place():
+    if is_like_gpu(tensor.place):
         tensor = tensor._copy_to(paddle.CPUPlace(), False)
         paddle.device.current_stream().synchronize()
     return np.asarray(tensor.numpy())
+
+
+def is_like_gpu(place: Any) -> bool:
+    """True for a place on a GPU, or on a device of Paddle's CustomDevice interface whose type says that it is one."""
+    return place.is_gpu_place() or (place.is_custom_place() and place.custom_device_type().endswith("_gpu"))
 
 
 def _filled(array: np.ndarray, place: Any) -> Tensor:

@@ -112,7 +112,9 @@ def build_model(
             for chunk in chunks:
                 quantise_matrices(chunk, quantised_modules(shapes, shard_plan), lora.base_format)
     bounds = _cut_pipeline(chunks, model_plan, parallel_plan, mesh, shapes)
-    weights = initial_weights(model_plan, engine.precision, registry, chunks, shapes)
+    # without values no file is opened: it need not be there
+    loaded = model_plan if backend.has_values else dataclasses.replace(model_plan, weights=None)
+    weights = initial_weights(loaded, engine.precision, registry, chunks, shapes)
     bf16_frozen: Collection[str] = ()
     if model_plan.keeps_frozen_bf16(parallel_plan):
         bf16_frozen = frozen_matrices(shapes, shard_plan, trained)
@@ -121,7 +123,7 @@ def build_model(
     read = pad_values(weights.read, shapes) if padded else weights.read
     shards: list[ParameterShard] = []
     for chunk in chunks:
-        shards += parallelize(chunk, strategy, read)
+        shards += parallelize(chunk, strategy, read if backend.has_values else None)
     adapters = _describe_adapters(model_plan, adapted, config, weights.base, trained)
     if isinstance(adapters, Prefixes) and model_plan.prefix_network_size is not None:
         _ = mesh.model_group  # a collective call: every rank has to create the groups of a mesh in the same order

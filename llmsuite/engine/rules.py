@@ -25,6 +25,8 @@ class StepRules:
     """Metrics of the loss that are maxima over all ranks, `StageProfile.max_metrics`."""
     may_be_empty: bool = False
     """True where a global batch of weight 0 is skipped: all rewards of a rollout may be equal."""
+    has_values: bool = True
+    """False on a device that computes nothing, see `DeviceBackend.has_values`: every step is accepted."""
 
     def check_weight(self, step: int, weight: float) -> None:
         """Raise UserError when nothing in the global batch is supervised, and it may not be empty."""
@@ -43,6 +45,8 @@ class StepRules:
             NonFiniteLoss, LossSpike: the run has to stop.
             UserError: nothing in the batch is supervised.
         """
+        if not self.has_values:
+            return "accept"
         self.check_weight(step, weight)
         if weight == 0:
             metrics["skipped"] = 1.0

@@ -18,11 +18,13 @@ from llmsuite.base.locks import lock_directory
 from llmsuite.base.progress import report
 from llmsuite.base.redaction import redacted_data
 from llmsuite.base.spans import span, spanned
+from llmsuite.checkpoint.local_storage import LocalStorage
 from llmsuite.checkpoint.model_dir import without_carried
 from llmsuite.checkpoint.train_state import TrainState
 from llmsuite.contract.registry import Registry
 from llmsuite.contract.schema.section import as_plain
 from llmsuite.contract.specs import RunView
+from llmsuite.devices.base import DeviceBackend
 from llmsuite.engine.auto_parallel import build_auto_parallel
 from llmsuite.engine.build import build_model
 from llmsuite.engine.cadence import Cadence
@@ -115,6 +117,12 @@ def _early_stopping(train_plan: TrainPlan) -> EarlyStopping:
     return EarlyStopping(train_plan.best_metric, is_highest, section.patience, section.min_delta)
 
 
+def _find_storage(output_dir: Path, num_machines: int, backend: DeviceBackend) -> LocalStorage | None:
+    """The storage of this machine that is not that of others; None without values: no other rank answers then, and
+    nothing is saved."""
+    return find_local_storage(output_dir, num_machines) if backend.has_values else None
+
+
 class Trainer:
     """State of a run in one rank, and its training loop.
 
@@ -133,10 +141,10 @@ class Trainer:
 
         # mesh
         self.mesh = mesh = collective.start(plan.parallel.degrees)
-        self.local_storage = find_local_storage(plan.output_dir, plan.parallel.num_machines)
+        self.local_storage = _find_storage(plan.output_dir, plan.parallel.num_machines, backend)
 
         # data
-        plan.check_files(mesh.loads_data)
+        plan.check_files(mesh.loads_data, loads_model=backend.has_values)
         self.plan = plan = plan.fetched(report) if mesh.loads_data else plan
         if plan.recipe.source:
             report(f"numbers from {plan.recipe.source}")
@@ -517,6 +525,7 @@ class Trainer:
             [part for part in (built.balance, built.input_scales, self.critic) if part is not None],
             max_metrics=plan.train.profile.max_metrics,
             may_be_empty=self.rollouts is not None,
+            has_values=self.backend.has_values,
         )
         if not plan.parallel.engine.compiles_steps:
             return EagerEngine.from_plans(passes, rules, built, train, plan.parallel.engine, self.backend, total_steps)

@@ -29,7 +29,7 @@ def materialize(
     model: Any,
     plan: ShardPlan,
     mesh: Mesh,
-    read: ReadSlice,
+    read: ReadSlice | None,
     dtype: str,
     on_filled: Callable[[str, Tensor], None] = lambda name, parameter: None,
     are_plain: bool = False,
@@ -41,7 +41,8 @@ def materialize(
         model: built under `paddle.LazyGuard`.
         plan: the family's shard plan.
         mesh: of the run, with this rank's coordinates.
-        read: returns the initial values.
+        read: returns the initial values; None on a device that has no values (`DeviceBackend.has_values`), where
+            parameters get memory only.
         dtype: dtype of the parameters, except those that have their own (`ShardPlan.has_own_dtype`).
         on_filled: called with name and parameter as soon as it has its values, before the next one has memory.
         are_plain: whether the slices become plain tensors, not distributed ones.
@@ -50,9 +51,14 @@ def materialize(
     for name, parameter in model.named_parameters():
         keeps = plan.has_own_dtype(name)
         read_as = _DTYPES[parameter.dtype] if keeps else "float32"
-        local = tensor_of(read_local_values(name, parameter.shape, plan, mesh, read, read_as))
-        if not keeps:
-            local = local.astype("bfloat16" if name in bf16_frozen else dtype)
+        own_dtype = "bfloat16" if name in bf16_frozen else dtype
+        if read is None:
+            index = local_slice(name, parameter.shape, plan, mesh)
+            local = paddle.empty([part.stop - part.start for part in index], read_as if keeps else own_dtype)
+        else:
+            local = tensor_of(read_local_values(name, parameter.shape, plan, mesh, read, read_as))
+            if not keeps:
+                local = local.astype(own_dtype)
         if are_plain or mesh.tensor is None:
             parameter._set_impl(local)
         else:

@@ -74,8 +74,8 @@ class Strategy:
     recompute_every: int
 
 
-def parallelize(model: Any, strategy: Strategy, read: ReadSlice) -> list[ParameterShard]:
-    """Turn a lazily built model into this rank's part of it, ready to train.
+def parallelize(model: Any, strategy: Strategy, read: ReadSlice | None) -> list[ParameterShard]:
+    """Turn a lazily built model into this rank's part of it, ready to train. `read` as for `materialize`.
 
     Returns:
         This rank's shard of each parameter, frozen ones included, in the order of the model.

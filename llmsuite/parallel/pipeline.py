@@ -28,7 +28,7 @@ from llmsuite.adapters.add import adapters
 from llmsuite.adapters.layers.reft import chosen_tokens
 from llmsuite.base.errors import UserError
 from llmsuite.base.typing import Tensor
-from llmsuite.devices.tensors import array_of, tensor_of
+from llmsuite.devices.tensors import tensor_of
 from llmsuite.models import dropout, token_context
 from llmsuite.models.block_quant import is_quantised_part
 from llmsuite.models.divergence import Comparison
@@ -37,7 +37,7 @@ from llmsuite.parallel import edges
 from llmsuite.parallel.chunked_loss import ChunkedLosses
 from llmsuite.parallel.loss_ledger import total_of
 from llmsuite.parallel.mesh import Mesh
-from llmsuite.parallel.p2p import P2PChannels
+from llmsuite.parallel.p2p import HeaderObserver, P2PChannels
 from llmsuite.parallel.schedule import Action
 from llmsuite.parallel.tensor import local_value, reshard
 from llmsuite.parallel.token_metadata import clear_padding_marks, mark_padding, pack_token_values, unpack_token_values
@@ -129,6 +129,11 @@ class PipelineStage:
     def model(self) -> Any:
         """The chunk that a training stage calls."""
         return self.chunks[self._data_chunk]
+
+    def observe_headers(self, observer: HeaderObserver) -> None:
+        """Follow the headers of activations; nothing where there is no pipeline."""
+        if self._channels is not None:
+            self._channels.header_observer = observer
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter of this rank, by its full name."""
@@ -376,7 +381,7 @@ class PipelineStage:
     def send_stop(self) -> None:
         """Make the next rank leave `serve_forward_only`, if it is in the middle of the pipeline."""
         if self._channels is not None and self._mesh.coordinate["pp"] < self._mesh.degrees.pp - 2:
-            self._channels.send(tensor_of(_STOP, dtype="int64"), forward=True)
+            self._channels.send_header(_STOP)
 
     # one pass through a chunk, and the messages around it
 
@@ -403,14 +408,11 @@ class PipelineStage:
         starts."""
         local = local_value(y).detach()
         length = 0 if document_starts is None else document_starts.shape[1]
-        contents: dict[edges.Content, Tensor | None] = {
-            "header": tensor_of([*local.shape, length, edges.dtype_code(local.dtype)], dtype="int64"),
-            "document_starts": document_starts,
-            "activations": local,
-        }
+        contents: dict[edges.Content, Tensor | None] = {"document_starts": document_starts, "activations": local}
         assert self._channels is not None
-        # in the order of `edges`, in which the next rank receives; its first message has the shapes of the others
-        for message in edges.messages(True, local.shape, length):
+        # in the order of `edges`, in which the next rank receives; the first message has the shapes of the others
+        self._channels.send_header([*local.shape, length, edges.dtype_code(local.dtype)])
+        for message in edges.messages(True, local.shape, length)[1:]:
             self._channels.send(contents[message.content], forward=True)
 
     def _receive(self) -> tuple[Tensor, Tensor | None]:
@@ -421,7 +423,7 @@ class PipelineStage:
     def _receive_or_stop(self) -> tuple[Tensor, Tensor | None] | None:
         """Activations of the previous part and the document starts of their rows; None when it has sent a stop."""
         assert self._channels is not None
-        header = array_of(self._channels.receive([edges.HEADER_LENGTH], "int64", forward=True)).tolist()
+        header = self._channels.receive_header()
         if header == _STOP:
             return None
         *shape, length, code = header

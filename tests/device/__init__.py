@@ -10,9 +10,12 @@ they do on the accelerators of vendors. The library is built once, like the CPU'
 | `memory.cc` | device memory, mapped twice |
 | `streams.cc` | streams and events |
 | `order.cc` | the check of happens-before: each read and write of device memory is ordered with the writes before |
-| `kernels.cc`, `call.cc`, `arguments.cc` | every kernel of the CPU as one of the device |
+| `kernels.cc`, `call.cc` | every kernel of the CPU as one of the device |
 | `collectives.cc`, `messages.cc` | the communication library, over shared memory |
-| `reshard.cc` | placements of distributed tensors |
+| `simulated_reshard.cc` | placements of distributed tensors |
+
+What it shares with the virtual device is in `llmsuite/plugins/rehearse/runtime/shared`: the way from Paddle's calls of
+kernels to one function, and placements of distributed tensors.
 
 Environment variables, each with its default:
 
@@ -45,18 +48,19 @@ from pathlib import Path
 
 import llmsuite
 from llmsuite.contract.specs import DeviceSpec
-from llmsuite.devices.cpp_library import CppLibrary, build_library
+from llmsuite.devices.cpp_library import CppLibrary
 from llmsuite.devices.custom import CustomBackend
+from llmsuite.plugins.rehearse.library import SHARED, plugin_directory, sources
 
 _SOURCES = Path(__file__).parent / "runtime"
-_FIRST = _SOURCES / "runtime.cc"
 _LIBRARY = CppLibrary(
     name="sim",
-    sources=(_FIRST, *sorted({*_SOURCES.glob("*.cc"), *_SOURCES.glob("*.h")} - {_FIRST})),
+    sources=sources(_SOURCES, SHARED, first=_SOURCES / "runtime.cc"),
     options=("-O1", "-fvisibility=hidden", "-DPADDLE_WITH_CUSTOM_DEVICE"),
     links=("libphi_core.so", "libcommon.so"),
     is_for_this_cpu=False,
     without=("the simulated device needs", "leave its tests out"),
+    include_directories=(SHARED,),
 )
 
 
@@ -64,15 +68,7 @@ _LIBRARY = CppLibrary(
 def library_directory(leaves_out: str = "") -> Path:
     """A directory with the library and no other, as Paddle loads all that it finds; builds it if it is not there.
     `leaves_out` is a regular expression of kernels that it lacks."""
-    library = build_library(_LIBRARY if not leaves_out else _without(leaves_out))
-    directory = library.with_suffix("")
-    directory.mkdir(exist_ok=True, mode=0o700)
-    link = directory / "libsim.so"
-    if not link.exists():
-        own = directory / f"{os.getpid()}.link"
-        own.symlink_to(Path("..") / library.name)  # the cache may be reached by a path of the session
-        own.replace(link)  # at once: several processes may do so
-    return directory
+    return plugin_directory(_LIBRARY if not leaves_out else _without(leaves_out))
 
 
 def _without(kernels: str) -> CppLibrary:

@@ -133,6 +133,7 @@ OTHERS = {
     "run": ["recipes/llama/sft.json", "--data.train={url}", "--output_dir={out}"],
     "validate": ["recipes/llama/sft.json", "--data.train={url}"],
     "plan": ["recipes/llama/sft.json", "--data.train={url}", "--plot", "{url}"],
+    "rehearse": ["recipes/llama/sft.json", "--data.train={url}"],
     "align": ["recipes/llama/sft.json", "{url}"],
     "show": ["recipes/llama/sft.json", "--data.train={url}", "--json"],
     "list": ["keys", "--stage", "{url}"],

@@ -92,7 +92,7 @@ ALONE: tuple[Removal, ...] = (
     ),
     *_of(
         "parallel/materialize.py",
-        ('local.astype("bfloat16" if name in bf16_frozen else dtype)', "local", "llama"),
+        ("local.astype(own_dtype)", "local", "llama"),
     ),
     *_of(
         "parallel/sharding.py",

@@ -231,8 +231,11 @@ WHOLE_RUN = {
     "llmsuite.cli.run": 2,
     "llmsuite.cli.show_data": 1,
     "llmsuite.engine.activation_recording": 1,
+    "llmsuite.engine.rehearsal": 1,
     "llmsuite.engine.trainer": 2,
     "llmsuite.plugins.align.command": 1,
+    "llmsuite.plugins.rehearse.command": 1,
+    "llmsuite.plugins.rehearse.rank": 1,
     "llmsuite.recipe.fetch": 1,
     "llmsuite.stages.infer": 1,
 }

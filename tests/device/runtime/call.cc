@@ -315,10 +315,7 @@ void call(const Kernel& kernel, const phi::CustomContext& device, const std::vec
   if (!waits) waits = !allocate_outputs(device, outputs, &fresh);
   auto made = std::make_shared<Call>(kernel, cpu_context(device.GetPlace()));
   for (size_t i = 0; i < inputs.size(); ++i) {
-    const auto kind = kernel.inputs[i];
-    const bool is_list = kind == Kind::many || kind == Kind::many_of_any_type ||
-                         (kind == Kind::maybe_many && !inputs[i].empty());
-    if (is_list) {
+    if (custom_device::is_list(kernel.inputs[i], !inputs[i].empty())) {
       made->add_inputs(inputs[i]);
     } else {
       made->add_input(inputs[i].empty() ? nullptr : inputs[i][0]);

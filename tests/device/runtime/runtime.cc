@@ -7,7 +7,7 @@
 #include "collectives.h"
 #include "kernels.h"
 #include "memory.h"
-#include "reshard.h"
+#include "simulated_reshard.h"
 #include "settings.h"
 #include "streams.h"
 

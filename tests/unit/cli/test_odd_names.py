@@ -11,7 +11,7 @@ from llmsuite.cli.main import main
 ODD = {"long": "a" * 300, "deep": "a/" * 3000 + "a", "nul": "a\0b", "half": "\ud800", "on a hub": f"org/{'a' * 300}"}
 COMMANDS = [
     "align", "checkpoints list", "convert", "eval", "export", "generate", "import", "merge", "plan", "push", "report",
-    "run", "runs show", "serve", "show", "stats", "validate", "verify", "watch",
+    "rehearse", "run", "runs show", "serve", "show", "stats", "validate", "verify", "watch",
 ]  # fmt: skip
 TARGETS = {"push": ["hf:a/b"], "align": ["--against=x"]}
 """The other arguments that a command needs."""

@@ -15,12 +15,14 @@ from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.parallel import p2p
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.pipeline import PipelineStage
+from llmsuite.parallel.schedule import Action
 
 
-class Neighbours:
-    """In place of edges: gives what was laid ready, keeps what is sent."""
+class Neighbours(p2p.P2PChannels):
+    """Channels to nobody: they give what was laid ready, and keep what is sent."""
 
     def __init__(self, *messages: Any):
+        self.header_observer = p2p.HeaderObserver()
         self.messages = [paddle.to_tensor(m) for m in messages]
         self.sent = list[Any]()
 
@@ -89,6 +91,30 @@ def test_the_middle_passes_on_until_the_first_rank_lets_go() -> None:
     edges = Neighbours(*messages)
     PipelineStage([Doubling()], Mesh(Degrees(4, 1, 1, 1), 2), 2, [], edges).serve_forward_only()
     assert edges.sent == passed_on[:-1]
+
+
+class Told(p2p.HeaderObserver):
+    """Knows the header of what arrives, which no other rank sends."""
+
+    def __init__(self) -> None:
+        self.seen = list[list[int]]()
+
+    def sent(self, header: Any) -> None:
+        self.seen.append(list(header))
+
+    def arrived(self, header: Any) -> list[int]:
+        assert header == [7, 7, 7, 7, 7]
+        return [1, 1, 2, 0, 0]
+
+
+def test_headers_of_activations_are_observed() -> None:
+    edges: Any = Neighbours([7, 7, 7, 7, 7], [[[1.0, 3.0]]])
+    stage = PipelineStage([Doubling()], Mesh(Degrees(3, 1, 1, 1), 1), 2, [], edges)
+    told = Told()
+    stage.observe_headers(told)
+    stage.forward(Action(True, 0), None)
+    assert told.seen == [[1, 1, 2, 0, 0]]
+    assert edges.sent[-1] == [[[2.0, 6.0]]]
 
 
 def test_a_message_that_cannot_be_sent_ends_the_rank(

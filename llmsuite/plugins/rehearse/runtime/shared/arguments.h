@@ -2,12 +2,12 @@
 //
 // In dygraph Paddle casts the address of a kernel to a function type and calls it. For each kernel of the device there
 // is a stub: it notes which kernel it is, and goes on to code that keeps all registers with arguments and calls
-// `run_with_arguments` (kernels.cc). For x86-64, with the calling convention of System V.
+// `run_with_arguments` (kernel_table.cc). For x86-64, with the calling convention of System V.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 
-namespace sim {
+namespace custom_device {
 
 // Takes arguments one after the other.
 class Arguments {
@@ -34,8 +34,8 @@ class Arguments {
 void* make_stub(const void* kernel);
 void seal_stubs();  // makes those that there are executable; before the first call
 
-}  // namespace sim
+}  // namespace custom_device
 
-// Defined in kernels.cc. Throws what the kernel does; the stub lets it pass.
+// Defined in kernel_table.cc. Throws what the kernel does; the stub lets it pass.
 extern "C" __attribute__((visibility("hidden"))) void run_with_arguments(const void* kernel, const uint64_t* integers,
                                                                          const uint64_t* floats, const uint64_t* stack);

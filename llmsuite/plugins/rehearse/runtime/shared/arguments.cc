@@ -11,9 +11,9 @@
 asm(R"(
   .text
   .p2align 4
-  .local sim_take_arguments
-  .type sim_take_arguments, @function
-sim_take_arguments:
+  .local custom_device_take_arguments
+  .type custom_device_take_arguments, @function
+custom_device_take_arguments:
   .cfi_startproc
   pushq %rbp
   .cfi_def_cfa_offset 16
@@ -44,20 +44,20 @@ sim_take_arguments:
   .cfi_def_cfa %rsp, 8
   ret
   .cfi_endproc
-  .size sim_take_arguments, .-sim_take_arguments
+  .size custom_device_take_arguments, .-custom_device_take_arguments
 
-  .globl sim_address_of_entry
-  .hidden sim_address_of_entry
-  .type sim_address_of_entry, @function
-sim_address_of_entry:
-  leaq sim_take_arguments(%rip), %rax
+  .globl custom_device_address_of_entry
+  .hidden custom_device_address_of_entry
+  .type custom_device_address_of_entry, @function
+custom_device_address_of_entry:
+  leaq custom_device_take_arguments(%rip), %rax
   ret
-  .size sim_address_of_entry, .-sim_address_of_entry
+  .size custom_device_address_of_entry, .-custom_device_address_of_entry
 )");
 
-extern "C" __attribute__((visibility("hidden"))) void* sim_address_of_entry();
+extern "C" __attribute__((visibility("hidden"))) void* custom_device_address_of_entry();
 
-namespace sim {
+namespace custom_device {
 namespace {
 
 constexpr size_t kStub = 32, kBlock = size_t(1) << 18;
@@ -68,7 +68,7 @@ char* room() {
   if (used + kStub > kBlock) {
     void* block = mmap(nullptr, kBlock, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (block == MAP_FAILED) {
-      std::perror("sim: memory of stubs");
+      std::perror("memory of stubs");
       std::abort();
     }
     blocks.push_back(static_cast<char*>(block));
@@ -95,7 +95,7 @@ void* make_stub(const void* kernel) {
   char* at = put(stub, {0x49, 0xBA});  // mov r10, kernel
   at = put_address(at, kernel);
   at = put(at, {0x49, 0xBB});  // mov r11, entry
-  at = put_address(at, sim_address_of_entry());
+  at = put_address(at, custom_device_address_of_entry());
   put(at, {0x41, 0xFF, 0xE3});  // jmp r11
   return stub;
 }
@@ -103,10 +103,10 @@ void* make_stub(const void* kernel) {
 void seal_stubs() {
   for (char* block : blocks) {
     if (mprotect(block, kBlock, PROT_READ | PROT_EXEC) != 0) {
-      std::perror("sim: memory of stubs");
+      std::perror("memory of stubs");
       std::abort();
     }
   }
 }
 
-}  // namespace sim
+}  // namespace custom_device

@@ -1,4 +1,4 @@
-#include "reshard.h"
+#include "simulated_reshard.h"
 
 #include <algorithm>
 #include <cstring>
@@ -6,19 +6,20 @@
 #include "collectives.h"
 #include "memory.h"
 #include "paddle/phi/backends/custom/custom_context.h"
-#include "paddle/phi/core/distributed/auto_parallel/dist_tensor.h"
-#include "paddle/phi/core/distributed/auto_parallel/reshard/reshard_function.h"
-#include "paddle/phi/core/distributed/auto_parallel/reshard/reshard_function_registry.h"
 #include "paddle/phi/core/distributed/auto_parallel/reshard/reshard_utils.h"
 #include "paddle/phi/core/distributed/xccl_comm_context.h"
+#include "reshard.h"
 #include "streams.h"
 
 namespace sim {
 namespace {
 
 using phi::DenseTensor;
+using custom_device::Coordinate;
+using custom_device::dim_on;
+using custom_device::is_same;
+using custom_device::ranks_along;
 using phi::distributed::DistTensor;
-using phi::distributed::ProcessMesh;
 using phi::distributed::TensorDistAttr;
 
 // A tensor as [outer, size of the dim, bytes of all dims after it].
@@ -33,40 +34,6 @@ struct Layout {
 size_t num_bytes(const DenseTensor& tensor) { return tensor.numel() * phi::SizeOf(tensor.dtype()); }
 
 Span span_of(const DenseTensor& tensor) { return {tensor.data(), num_bytes(tensor)}; }
-
-int dim_on(const TensorDistAttr& attr, int axis) {
-  const auto& all = attr.multi_dims_mapping();
-  for (size_t dim = 0; dim < all.size(); ++dim) {
-    for (auto each : all[dim]) {
-      if (each == axis) return static_cast<int>(dim);
-    }
-  }
-  return -1;
-}
-
-bool is_same(const TensorDistAttr& a, const TensorDistAttr& b, int axis) {
-  return a.is_partial(axis) == b.is_partial(axis) && dim_on(a, axis) == dim_on(b, axis);
-}
-
-phi::DDim local_dims(phi::DDim dims, const TensorDistAttr& attr, const std::vector<int64_t>& coordinate) {
-  for (size_t axis = 0; axis < coordinate.size(); ++axis) {
-    const int dim = dim_on(attr, static_cast<int>(axis));
-    if (dim < 0) continue;
-    const int64_t degree = attr.process_mesh().shape()[axis], size = dims[dim], most = (size + degree - 1) / degree;
-    dims[dim] = std::max<int64_t>(0, std::min(most, size - coordinate[axis] * most));
-  }
-  return dims;
-}
-
-std::vector<int64_t> ranks_along(const ProcessMesh& mesh, std::vector<int64_t> coordinate, int axis) {
-  std::vector<int64_t> found;
-  for (coordinate[axis] = 0; coordinate[axis] < mesh.shape()[axis]; ++coordinate[axis]) {
-    int64_t flat = 0;
-    for (int i = 0; i < mesh.ndim(); ++i) flat = flat * mesh.shape()[i] + coordinate[i];
-    found.push_back(mesh.process_ids()[flat]);
-  }
-  return found;
-}
 
 C_DataType type_of(phi::DataType type) {
   switch (type) {
@@ -190,35 +157,20 @@ class Steps {
 };
 
 // Makes a tensor whole along each axis of the mesh on which its placement changes, then cuts it anew.
-class OnDevice final : public phi::distributed::ReshardFunction {
+class OnDevice final : public custom_device::Reshard {
  public:
   std::string Name() override { return "Simulated"; }
 
-  bool IsSuitable(const DistTensor& in, const TensorDistAttr& to) override {
-    return in.value().has_allocation() && in.value().place().GetType() == phi::AllocationType::CUSTOM &&
-           in.dist_attr().process_mesh() == to.process_mesh();
-  }
-
-  void Eval(phi::DeviceContext* context, const DistTensor& in, const TensorDistAttr& to, DistTensor* out) override {
-    const auto& mesh = to.process_mesh();
-    const auto coordinate = phi::distributed::GetCurRankCoordInMesh(mesh);
-    DenseTensor value = in.value();
-    if (!value.initialized() && value.numel()) {  // a backward pass needs its shape only
-      auto meta = value.meta();
-      meta.dims = local_dims(in.dims(), to, coordinate);
-      meta.strides = phi::DenseTensorMeta::calc_strides(meta.dims);
-      value = DenseTensor(value.Holder(), meta);
-    } else {
-      Steps steps(static_cast<phi::CustomContext*>(context));
-      value = cut(&steps, whole(&steps, value, in, to, coordinate), in, to, coordinate);
-    }
-    SetValue(out, value);
-    SetDistProps(out, in.dims(), to);
+ protected:
+  DenseTensor change(phi::CustomContext* device, const DistTensor& in, const TensorDistAttr& to,
+                     const Coordinate& coordinate) override {
+    Steps steps(device);
+    return cut(&steps, whole(&steps, in.value(), in, to, coordinate), in, to, coordinate);
   }
 
  private:
   static DenseTensor whole(Steps* steps, DenseTensor value, const DistTensor& in, const TensorDistAttr& to,
-                           const std::vector<int64_t>& coordinate) {
+                           const Coordinate& coordinate) {
     const auto& from = in.dist_attr();
     const auto& mesh = to.process_mesh();
     for (int axis = mesh.ndim() - 1; axis >= 0; --axis) {
@@ -234,7 +186,7 @@ class OnDevice final : public phi::distributed::ReshardFunction {
   }
 
   static DenseTensor cut(Steps* steps, DenseTensor value, const DistTensor& in, const TensorDistAttr& to,
-                         const std::vector<int64_t>& coordinate) {
+                         const Coordinate& coordinate) {
     const auto& mesh = to.process_mesh();
     for (int axis = 0; axis < mesh.ndim(); ++axis) {
       if (is_same(in.dist_attr(), to, axis)) continue;
@@ -248,9 +200,6 @@ class OnDevice final : public phi::distributed::ReshardFunction {
 
 }  // namespace
 
-void register_reshard() {
-  auto& all = phi::distributed::GetReshardFunctionList();
-  all.insert(all.begin(), std::make_unique<OnDevice>());
-}
+void register_reshard() { custom_device::register_reshard(std::make_unique<OnDevice>()); }
 
 }  // namespace sim

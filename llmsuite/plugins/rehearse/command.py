@@ -1,0 +1,251 @@
+"""The command `llmsuite rehearse RECIPE`: the recipe's own training step at its true size, without a device."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmsuite.base.errors import UserError
+from llmsuite.base.files import os_errors
+from llmsuite.base.locks import scratch_directory
+from llmsuite.base.safe_files import exists
+from llmsuite.contract.registry import PluginInfo, Registry
+from llmsuite.contract.specs import Command
+from llmsuite.recipe.fetch import fetch_names
+from llmsuite.recipe.load import REMOVE
+from llmsuite.recipe.plans import ModelPlan, ParallelPlan, TrainPlan
+from llmsuite.recipe.resolve import RunPlan, plan_run
+
+if TYPE_CHECKING:
+    from llmsuite.contract.schema.degrees import Degrees
+
+_DIRECTORY = "LLMSUITE_REHEARSE_DIRECTORY"
+"""Environment variable by which the process of a rank knows where its report goes."""
+_STEPS_ONLY = {
+    "train.max_steps": 3,
+    "train.num_epochs": REMOVE,
+    "train.eval_steps": REMOVE,
+    "train.early_stopping": REMOVE,
+    "train.loss_watchdog": REMOVE,
+    "data.eval": REMOVE,
+    "checkpoint": REMOVE,
+    "loggers": REMOVE,
+}
+"""Keys of the recipe that a rehearsal replaces or leaves out."""
+_DEVICE = "virtual_gpu"
+
+
+def add_arguments(parser: Any) -> None:
+    parser.add_argument("recipe", type=str, help="recipe file (.json, .jsonc or .yaml)")
+    parser.add_argument(
+        "--ranks",
+        type=str,
+        default=None,
+        help="the ranks to rehearse, such as 0,5 (default: one of the first and of the last pipeline stage)",
+    )
+    parser.add_argument(
+        "--hardware",
+        type=str,
+        default=None,
+        help="h100, h800, h200, a100 or a800: the memory that a rank may take, and the figures for its times",
+    )
+    parser.add_argument(
+        "--trace", type=str, default=None, help="write the step in time for chrome://tracing; needs --hardware"
+    )
+    parser.add_argument("--json", action="store_true", help="print the counts as JSON")
+    parser.epilog = "Any key of the recipe can be overridden, as with `llmsuite run`."
+
+
+def run(args: Any, registry: Registry) -> int:
+    from llmsuite.plugins.rehearse import device
+
+    if _DEVICE not in registry.devices:
+        registry.require(PluginInfo(_DEVICE, "llmsuite", device.__name__, plugin=device))
+    plan = _plan(args, registry)
+    if _DIRECTORY in os.environ:  # this is the process of a rank
+        return _run_rank(plan, registry, Path(os.environ[_DIRECTORY]), args.hardware)
+    if args.trace is not None and args.hardware is None:
+        raise UserError("--trace: shows times, which need --hardware")
+    degrees = plan.parallel.degrees
+    ranks = ranks_to_rehearse(args.ranks, degrees)
+    memory = None if args.hardware is None else _memory(args.hardware)
+    plan = fetch_names(plan, registry, lambda text: print(text, file=sys.stderr), loads_model=False)
+    plan.check_files(loads_model=False)
+    plan.parallel.device.factory().rank_environment(0)  # builds the device once, and says so
+    reports: list[dict[str, Any]] = []
+    with scratch_directory("llmsuite-rehearse-") as scratch:
+        for rank in ranks_in_order(ranks, degrees):
+            print(f"rank {rank} of {degrees.num_ranks}", file=sys.stderr, flush=True)
+            headers = headers_for(reports, rank, degrees)
+            reports.append(_rehearse(plan.parallel, rank, scratch / str(rank), memory, headers))
+        if args.trace is not None:
+            _write_trace(Path(args.trace), scratch, ranks)
+    shown = [report for report in reports if report["rank"] in ranks]
+    from llmsuite.plugins.rehearse.show import show_rank
+
+    if args.json:
+        print(json.dumps(shown, indent=2, ensure_ascii=False))
+    else:
+        for report in shown:
+            for line in show_rank(report, str(degrees), memory):
+                print(line)
+    return 1 if any("error" in report for report in reports) else 0
+
+
+def _plan(args: Any, registry: Registry) -> RunPlan:
+    """The run to rehearse, on the virtual device. Raises UserError where it cannot be."""
+    plan = plan_run(args.recipe, [*args.overrides, f"--device={_DEVICE}"], registry, layers=[("rehearse", _STEPS_ONLY)])
+    plan.check_trains("rehearse")
+    refuse(plan.model, plan.parallel, plan.train)
+    return plan
+
+
+def refuse(model: ModelPlan, parallel: ParallelPlan, train: TrainPlan) -> None:
+    """Raise UserError for what cannot be rehearsed yet."""
+    engine = parallel.engine
+    if parallel.degrees.auto_parallel:
+        raise UserError(
+            f"rehearse: family {model.family.name} places its parameters in its own code, which cannot be rehearsed "
+            "yet; start it with --train.max_steps=2"
+        )
+    if train.profile.updates:
+        raise UserError(f"rehearse: stage {train.stage.name} samples completions, which cannot be rehearsed yet")
+    if engine.compiles_steps:
+        raise UserError("engine.program: is step, which cannot be rehearsed yet; set it to layers")
+    if engine.offload_optimizer:
+        raise UserError("engine.offload_optimizer: is true, which would fill the memory of this host; set it to false")
+    if parallel.num_chunks > 1:
+        raise UserError("parallel.pipeline_schedule: is interleaved, which cannot be rehearsed yet; set it to 1F1B")
+    if model.shard_plan.gates:
+        raise UserError(
+            f"rehearse: family {model.family.name} sends tokens to experts by numbers that nobody computes; it cannot "
+            "be rehearsed yet"
+        )
+
+
+def _memory(name: str) -> int:
+    from llmsuite.planning.cost import hardware
+
+    found = hardware(name)
+    assert found is not None
+    return int(found.memory)
+
+
+def ranks_to_rehearse(given: str | None, degrees: Degrees) -> list[int]:
+    """The ranks to rehearse, in order. Raises UserError for one that is not there, or cannot be rehearsed yet."""
+    each = degrees.num_ranks // degrees.pp
+    last_stage = degrees.pp - 1
+    if given is None:
+        return sorted({0, last_stage * each})
+    words = given.split(",")
+    if not all(word.isascii() and word.isdecimal() for word in words):
+        raise UserError(f"--ranks: is {given!r}; give numbers of ranks with commas between, such as 0,5")
+    ranks = sorted({int(word) for word in words})
+    if ranks[-1] >= degrees.num_ranks:
+        raise UserError(f"--ranks: {ranks[-1]} is none of the {degrees.num_ranks} ranks of {degrees}, counted from 0")
+    # these ranks load no data: they get the number of samples from rank 0
+    if middle := next((rank for rank in ranks if 0 < rank // each < last_stage), None):
+        raise UserError(
+            f"--ranks: {middle} is in the middle of a pipeline, which cannot be rehearsed yet; name one of the first "
+            f"stage, 0 to {each - 1}, or of the last, {last_stage * each} to {degrees.num_ranks - 1}"
+        )
+    return ranks
+
+
+def first_stage_rank(rank: int, degrees: Degrees) -> int:
+    """The rank of the first pipeline stage in the pipeline of a rank: stages are the outermost axis."""
+    return rank % (degrees.num_ranks // degrees.pp)
+
+
+def ranks_in_order(ranks: list[int], degrees: Degrees) -> list[int]:
+    """Ranks to rehearse one after the other: a later pipeline stage needs what the first one sends."""
+    return sorted({*ranks, *(first_stage_rank(rank, degrees) for rank in ranks)})
+
+
+def headers_for(reports: list[dict[str, Any]], rank: int, degrees: Degrees) -> list[list[int]]:
+    """The headers that the first pipeline stage of a rank sends; none for a rank of it."""
+    first = first_stage_rank(rank, degrees)
+    if rank == first:
+        return []
+    report = next(report for report in reports if report["rank"] == first)
+    if "error" in report:
+        raise UserError(f"rank {first}, which sends to rank {rank}, failed: {report['error']['text']}")
+    found: list[list[int]] = report["headers"]
+    return found
+
+
+def _rehearse(
+    plan: ParallelPlan, rank: int, directory: Path, memory: int | None, headers: list[list[int]]
+) -> dict[str, Any]:
+    """Run one rank in a process of its own; returns its report."""
+    from llmsuite.plugins.rehearse.backend import MEMORY
+
+    directory.mkdir()
+    (directory / "headers.json").write_text(json.dumps(headers), encoding="utf-8")
+    degrees = plan.degrees
+    local_rank = rank % plan.devices_per_machine
+    backend = plan.device.factory()
+    # also where a variable is set already: it is for another device
+    of_device = {**backend.environment(1), **backend.rank_environment(local_rank)}
+    environment = {**os.environ, **of_device, _DIRECTORY: str(directory)}
+    if memory is not None:
+        environment[MEMORY] = str(memory)
+    if degrees.num_ranks > 1:
+        nobody = "127.0.0.1:1"  # connects to nothing
+        environment |= {
+            "PADDLE_TRAINER_ID": str(rank),
+            "PADDLE_TRAINERS_NUM": str(degrees.num_ranks),
+            "PADDLE_LOCAL_RANK": str(local_rank),
+            "PADDLE_CURRENT_ENDPOINT": nobody,
+            "PADDLE_TRAINER_ENDPOINTS": ",".join([nobody] * degrees.num_ranks),
+            "PADDLE_MASTER": nobody,
+        }
+    process = subprocess.run(
+        [sys.executable, "-m", "llmsuite", *sys.argv[1:]],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    try:
+        report: dict[str, Any] = json.loads((directory / "report.json").read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{process.stdout}rehearse: rank {rank} ended with exit code {process.returncode}") from error
+    return report
+
+
+def _write_trace(path: Path, scratch: Path, ranks: list[int]) -> None:
+    """Join the traces of ranks, each in its directory below `scratch`; those that failed have none."""
+    events: list[Any] = []
+    for rank in ranks:
+        if exists(scratch / str(rank) / "trace.json"):
+            events += json.loads((scratch / str(rank) / "trace.json").read_text(encoding="utf-8"))
+    with os_errors(path, "name another file for --trace"):
+        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+
+
+def _run_rank(plan: RunPlan, registry: Registry, directory: Path, hardware_name: str | None) -> int:
+    """Rehearse the rank of this process."""
+    from llmsuite.devices.start import start_paddle
+
+    start_paddle(plan.parallel.device.factory(), 1, join=True)
+    from llmsuite.planning.cost import hardware
+    from llmsuite.plugins.rehearse.rank import run_rank
+
+    headers = json.loads((directory / "headers.json").read_text(encoding="utf-8"))
+    device = None if hardware_name is None else hardware(hardware_name)
+    return run_rank(plan, registry, directory, headers, device)
+
+
+COMMAND = Command(
+    name="rehearse",
+    help="run a recipe's training step at its true size without a device",
+    add_arguments=add_arguments,
+    run=run,
+    takes_overrides=True,
+)
