@@ -91,7 +91,9 @@ class Secrets:
 
     def add_url(self, url: str) -> None:
         """Add the secrets in the URLs of a text."""
-        for found in _URL.finditer(url) if "://" in url else ():
+        if "://" not in url:  # most texts
+            return
+        for found in _URL.finditer(url):
             user, colon, password = (found["user"] or "").partition(":")
             self.add(password if colon else user)
             if colon:  # the header of basic authentication
@@ -153,7 +155,9 @@ class Secrets:
     def outside(self, text: str, index: int) -> int:
         """The index, or the begin of the added value that it is within."""
         pattern = self._pattern
-        for found in pattern.finditer(text) if pattern is not None else ():
+        if pattern is None:
+            return index
+        for found in pattern.finditer(text):
             if found.start() < index < found.end():
                 return found.start()
         return index

@@ -127,8 +127,10 @@ def _template_in(files: dict[str, Path]) -> Any:
 def _check_added(config: Path, vocabulary: Path) -> None:
     """Raise UserError if an added token of an adapter's settings does not have its id in the base's tokenizer.json."""
     named = read_json_object(config).get("added_tokens_decoder")
+    if not isinstance(named, dict):
+        return
     known = vocabulary_ids(read_json_object(vocabulary))
-    for number, entry in named.items() if isinstance(named, dict) else ():
+    for number, entry in named.items():
         content = None
         if isinstance(entry, dict):
             content = entry.get("content")

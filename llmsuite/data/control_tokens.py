@@ -96,10 +96,12 @@ class ControlTokens:
         """Added tokens that the templates write, and the subset of them that is around turns."""
         others = self._tokenizer.added_tokens - self._tokenizer.control_tokens
         candidates = {token for token in others if looks_special(token)}
+        if not candidates:
+            return frozenset(), frozenset()
         sources = list[str]()
         around = ""
         everything = ""
-        for template in self._templates() if candidates else ():
+        for template in self._templates():
             sources.append(template.source)
             around += _rendered(template, add_generation_prompt=False)
             everything += _rendered(template, add_generation_prompt=True)

@@ -78,9 +78,10 @@ def check_tokens(name: str, directory: Path) -> None:
 def _token_texts(directory: Path) -> Iterator[str]:
     """Yield the texts of the tokens that are matched in a text before the rest is split."""
     added = read_json_object(directory / "tokenizer.json").get("added_tokens")
-    for entry in added if isinstance(added, list) else ():
-        if isinstance(entry, dict) and isinstance(entry.get("content"), str):
-            yield entry["content"]
+    if isinstance(added, list):
+        for entry in added:
+            if isinstance(entry, dict) and isinstance(entry.get("content"), str):
+                yield entry["content"]
     files = read_token_files(directory)
     yield from files.roles.values()
     yield from files.additional

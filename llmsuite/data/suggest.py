@@ -218,9 +218,10 @@ def _proposals(kind: str, columns: _RowColumns) -> Iterator[Columns]:
     rest = columns.rest if kind == "prompt" else lambda *used: {}
     tools = {"tools": "tools"} if "tools" in columns.row else {}
     label = columns.label()
-    for field in ("messages", "conversations") if columns.turns else ():
+    if columns.turns:
         own = {**_named(system=extra.get("system")), **tools, **rest(columns.turns)}
-        yield from _of_kind(kind, {field: columns.turns or "", **own}, columns, label)
+        for field in ("messages", "conversations"):
+            yield from _of_kind(kind, {field: columns.turns, **own}, columns, label)
     if kind == "prompt" and question is None:
         question = columns.only_text()
     if kind in ("conversation", "unpaired"):

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from llmsuite.base.errors import AgreedError

@@ -150,8 +150,9 @@ def _traffic(found: Estimate) -> Iterator[str]:
     totals = [total_bytes(counts) for counts in found.traffic]
     at = totals.index(max(totals))
     counts = dict(found.traffic[at])
-    for message, count in found.critic.traffic[at].items() if found.critic is not None else ():
-        counts[dataclasses.replace(message, why=f"critic: {message.why}")] = count
+    if found.critic is not None:
+        for message, count in found.critic.traffic[at].items():
+            counts[dataclasses.replace(message, why=f"critic: {message.why}")] = count
     rows = [["axis", "ranks", "operation", "calls", "bytes", "why"]]
     merged: dict[tuple[str, int, str, str], list[int]] = {}
     for message, count in counts.items():

@@ -250,9 +250,10 @@ def _is_answer(item: dict[str, Any]) -> bool:
 def _reasoning_text(content: Any, where: str) -> str:
     """The thoughts of an item. Raises HTTPException where there are none to read, such as encrypted ones."""
     texts = []
-    for part in content if isinstance(content, list) else ():
-        if isinstance(part, dict) and part.get("type") == "reasoning_text" and isinstance(part.get("text"), str):
-            texts.append(part["text"])
+    if isinstance(content, list):
+        for part in content:
+            if isinstance(part, dict) and part.get("type") == "reasoning_text" and isinstance(part.get("text"), str):
+                texts.append(part["text"])
     if not texts or len(texts) < len(content):
         raise HTTPException(400, f'{where}: a list of {{"type": "reasoning_text", "text": …}} is needed')
     return "".join(texts)
