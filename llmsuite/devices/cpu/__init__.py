@@ -15,11 +15,10 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-import resource
-import sys
 from collections.abc import Mapping
 from typing import Any
 
+from llmsuite.base.memory import peak_memory_bytes
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.devices.cpu.gloo import GLOO_TIMEOUT
 from llmsuite.devices.cpu.mkl import mkl_path
@@ -127,8 +126,7 @@ class CpuBackend(DeviceBackend):
         config.set_cpu_math_library_num_threads(num_threads)
 
     def peak_memory_bytes(self) -> int:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
+        return peak_memory_bytes()
 
 
 def keep_freed_memory() -> None:
