@@ -19,7 +19,6 @@ MAX_PENALTY = 100.0
 """Bounds within which float32 logits of any model stay finite."""
 
 _PENALTY = f"between {-MAX_PENALTY:g} and {MAX_PENALTY:g}"
-_NOT_FINITE = "the model's logits are not finite, so that no token can be sampled; its weights have diverged"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +122,7 @@ def sample_token(logits: np.ndarray, sampling: Sampling, random: np.random.Gener
         UserError: logits are NaN or infinite, or all are minus infinity.
     """
     if not np.isfinite(logits.max()):  # the maximum is NaN or infinite where one logit is
-        raise UserError(_NOT_FINITE)
+        raise UserError(_unusable(logits))
     if sampling.temperature == 0:
         return int(logits.argmax())
     order, probabilities = distribution(logits, sampling)
@@ -135,6 +134,18 @@ def sample_token(logits: np.ndarray, sampling: Sampling, random: np.random.Gener
     with np.errstate(over="ignore"):  # a token of almost no probability arrives at infinity
         arrivals = random.standard_exponential(len(logits))[order] / probabilities
     return int(order[arrivals.argmin()])
+
+
+def _unusable(logits: np.ndarray) -> str:
+    """The reason why no token can be sampled by logits [V]."""
+    num_nan = int(np.isnan(logits).sum())
+    num_infinite = int(np.isposinf(logits).sum())
+    if num_nan + num_infinite == 0:
+        return "no token is allowed here: the grammar and the stop tokens that are masked leave none"
+    return (
+        f"the model's logits are not finite ({num_nan:,} NaN and {num_infinite:,} infinite of {len(logits):,}), so no "
+        "token can be sampled; its weights have diverged"
+    )
 
 
 def distribution(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
@@ -177,7 +188,7 @@ def sample_by_uniform(logits: np.ndarray, temperature: float, uniform: float) ->
     sums = np.cumsum(np.exp(scaled), dtype="float64")  # float32 would lose the tail of a large vocabulary
     total = sums[-1]
     if not np.isfinite(total):
-        raise UserError(_NOT_FINITE)
+        raise UserError(_unusable(logits))
     if temperature == 0:
         token = int(logits.argmax())
     else:
