@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from llmsuite.base.errors import UserError
-from llmsuite.launch.supervisor import SupervisedProcess
+from llmsuite.base.supervisor import SupervisedProcess
 from llmsuite.rl.worker import Source
 
 _LOADING_SECONDS = 120.0
