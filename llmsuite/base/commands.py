@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import errno
 import os
 import selectors
-import signal
+import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from typing import IO
+
+from llmsuite.base.supervisor import SupervisedProcess
 
 MAX_BYTES = 1 << 20
 """Bytes of each stream that are kept: one half from its begin, the other from its end."""
@@ -18,9 +20,7 @@ MAX_PRINTED_BYTES = 1 << 30
 """Bytes that a command may print in all before it is killed."""
 _CHUNK = 1 << 16
 _POLL_SECONDS = 0.05
-"""Time between two looks at a command that prints nothing: its children may hold its streams open after its end."""
-_REST_SECONDS = 1.0
-"""Time to read what an ended command has printed: its children may print on."""
+"""Time between two looks at a command that prints nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +71,8 @@ def run_command(
 ) -> Finished:
     """Run a command, without input and in a session of its own, and wait until it has ended.
 
-    What it has started in its session is killed when it has ended. However much it prints, a limited part is kept in
-    memory.
+    What it has started is killed when it has ended, and all of them when this process ends, even by SIGKILL. However
+    much it prints, a limited part is kept in memory.
 
     Args:
         command: program and arguments.
@@ -81,39 +81,33 @@ def run_command(
 
     Raises:
         CommandTimeout: it took longer, or printed more than `MAX_PRINTED_BYTES`.
-        OSError: it cannot be started.
+        OSError: there is no such program.
     """
     until = float("inf") if seconds is None else time.monotonic() + seconds
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment,
-        start_new_session=True,
-    )
+    path = None if environment is None else environment.get("PATH")
+    if shutil.which(command[0], path=path) is None:  # else a supervisor would be started, and fail to start it
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
+    process = SupervisedProcess(command, output=subprocess.PIPE, environment=environment)
     assert process.stdout is not None
     assert process.stderr is not None
-    try:
-        kept = _read(process, [process.stdout, process.stderr], until)
-    finally:
-        # the id of the group is in use as long as the command is not waited for
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        code = process.wait()
-        process.stdout.close()
-        process.stderr.close()
+    with process.stdout, process.stderr:
+        try:
+            kept = _read(process, [process.stdout, process.stderr], until)
+        finally:
+            process.end()
+        code = process.poll()
+    assert code is not None
     output, errors = (each.text() for each in kept)
     return Finished(code, output, errors)
 
 
-def _read(process: subprocess.Popen[bytes], streams: Sequence[IO[bytes]], until: float) -> list[Kept]:
-    """Read the streams of a process until it has ended. Raises CommandTimeout."""
+def _read(process: SupervisedProcess, streams: Sequence[IO[bytes]], until: float) -> list[Kept]:
+    """Read the streams of a process until it has ended, with all that it has started. Raises CommandTimeout."""
     kept = [Kept() for _ in streams]
     with selectors.DefaultSelector() as selector:
         for stream, mine in zip(streams, kept):
             selector.register(stream, selectors.EVENT_READ, mine)
-        rest_until = float("inf")
+        has_ended = False
         while True:
             ready = selector.select(_POLL_SECONDS) if selector.get_map() else []
             for key, _ in ready:
@@ -122,19 +116,12 @@ def _read(process: subprocess.Popen[bytes], streams: Sequence[IO[bytes]], until:
                     key.data.add(data)
                 else:
                     selector.unregister(key.fileobj)
-            now = time.monotonic()
-            if rest_until == float("inf") and _has_ended(process):
-                rest_until = now + _REST_SECONDS
-            if rest_until < float("inf") and (not ready or now > rest_until):
+            if has_ended and not ready:
                 return kept
-            if not selector.get_map() and rest_until == float("inf"):
-                time.sleep(_POLL_SECONDS)  # it has closed its streams
-            if now > until:
+            has_ended = process.poll() is not None
+            if not selector.get_map() and not has_ended:
+                time.sleep(_POLL_SECONDS)
+            if time.monotonic() > until:
                 raise CommandTimeout("it takes too long")
             if sum(each.size for each in kept) > MAX_PRINTED_BYTES:
                 raise CommandTimeout(f"it prints more than {MAX_PRINTED_BYTES:,} bytes")
-
-
-def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Return True if a process has ended. It is not waited for, so that its id stays in use."""
-    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None

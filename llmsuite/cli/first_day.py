@@ -13,7 +13,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +26,7 @@ from llmsuite.base.locks import scratch_directory
 from llmsuite.base.redaction import Url
 from llmsuite.base.resources import bundled
 from llmsuite.base.safe_files import exists, is_dir, is_file
+from llmsuite.base.supervisor import SupervisedProcess
 from llmsuite.base.web.client import HttpFailure, post_json
 from llmsuite.contract.registry import Registry
 
@@ -276,10 +276,10 @@ def _ask_server(day: _Day, words: Sequence[str], prompt: str) -> tuple[str | Non
     """The answer of a server on a free port, None without one; and what the server has printed."""
     log = day.directory / "serve.log"  # not a pipe, which would be full at some time
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "llmsuite", "serve", *words, "--port=0", "--name=tiny"],
-            env=day.environment, stdout=output, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+        command = [sys.executable, "-m", "llmsuite", "serve", *words, "--port=0", "--name=tiny"]
+        process = SupervisedProcess(
+            command, output=output, environment=day.environment, grace_seconds=_STOP_SECONDS
+        )  # it ends with this process, even if that is killed
     answer = None
     problem = ""
     try:
@@ -288,16 +288,11 @@ def _ask_server(day: _Day, words: Sequence[str], prompt: str) -> tuple[str | Non
     except HttpFailure as error:
         problem = f"{error}\n"
     finally:
-        process.terminate()
-        try:
-            process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        process.end()
     return answer, log.read_text(encoding="utf-8", errors="replace")[-_TAIL:] + problem
 
 
-def _address(process: subprocess.Popen[bytes], log: Path) -> str | None:
+def _address(process: SupervisedProcess, log: Path) -> str | None:
     """The address that a server has written to its log, once it is there; None if it ends or takes too long."""
     until = time.monotonic() + _SECONDS
     while time.monotonic() < until:

@@ -20,11 +20,11 @@ from llmsuite.base.cache import locked
 from llmsuite.base.errors import UserError
 from llmsuite.base.files import read_json_file, sha256_of, write_text_atomic
 from llmsuite.base.safe_files import exists
+from llmsuite.base.supervisor import die_with_parent
 from llmsuite.data.documents import Division, kind_of, read_documents
 from llmsuite.data.faults import Faults, OnBadRow
 from llmsuite.data.indexed_corpus import CorpusWriter, IndexedCorpus, token_dtype
 from llmsuite.data.tokenizer import TextTokenizer
-from llmsuite.launch.ranks import die_with_parent
 
 _BATCH_CHARS = 1 << 19
 """Characters of a batch of documents."""

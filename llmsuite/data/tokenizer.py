@@ -338,10 +338,11 @@ class TextTokenizer:
 
     def first_visible_token(self, ids: Sequence[int]) -> int:
         """Return the index of the token that begins the decoded text: the first that is not left out as special."""
-        for number, token in enumerate(ids):
-            if self.decode([token]) or not self.decode([token], False):
-                return number
-        return 0
+        return next((number for number, token in enumerate(ids) if self.is_visible(token)), 0)
+
+    def is_visible(self, token: int) -> bool:
+        """Return False for a token that is left out of decoded texts as special."""
+        return bool(self.decode([token])) or not self.decode([token], False)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """Return the text of each token of a text, also of special ones.

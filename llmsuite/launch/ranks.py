@@ -5,7 +5,6 @@ Where the device allows it, ranks are forks: Paddle is imported once for all of 
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -16,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import BinaryIO, Protocol
 
+from llmsuite.base.supervisor import die_with_parent
 from llmsuite.launch.interrupts import own_process
 from llmsuite.launch.output import write_to
 
@@ -23,7 +23,6 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that the launcher forwards to its ranks; see `stop_signals`."""
 GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.1
-_PR_SET_PDEATHSIG = 1
 Work = Sequence[str] | Callable[[], int]
 """A command line; or a function that is called in a fork and returns its exit code."""
 
@@ -131,12 +130,6 @@ class _Fork:
         if (code := self.poll()) is None:
             raise subprocess.TimeoutExpired(self._process.name, timeout)
         return code
-
-
-def die_with_parent() -> None:
-    """Ask Linux to kill this process when the launcher dies, even by SIGKILL. Called in a rank before it starts."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def stop(ranks: Sequence[Rank]) -> None:

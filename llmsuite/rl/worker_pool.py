@@ -10,16 +10,15 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import multiprocessing
-import multiprocessing.connection
+import selectors
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from multiprocessing.connection import Connection
 from typing import Any
 
 from llmsuite.base.errors import UserError
-from llmsuite.launch.supervisor import SupervisedProcess
+from llmsuite.base.supervisor import SupervisedProcess
+from llmsuite.rl.channel import BadMessage, Channel
 from llmsuite.rl.worker import Source
 
 _LOADING_SECONDS = 120.0
@@ -72,18 +71,19 @@ class _Worker:
 
     def __init__(self, sources: Sequence[Source], limits: Limits):
         self._limits = limits
-        self.connection, other = multiprocessing.Pipe()
+        self.channel = Channel()
         try:
-            program = _PROGRAM.format(path=sys.path, pipe=other.fileno())
+            pipe = self.channel.other.fileno()
             self._process = SupervisedProcess(
-                [sys.executable, "-c", program],
-                [other.fileno()],
+                [sys.executable, "-c", _PROGRAM.format(path=sys.path, pipe=pipe)],
+                [pipe],
                 max_output_bytes=MOST_PRINTED,
                 max_memory_bytes=round(limits.memory_limit * _GIB),
             )
         finally:
-            other.close()
-        self.connection.send(list(sources))
+            self.channel.other.close()
+        with contextlib.suppress(ConnectionError):  # a process that has just ended: its code says why
+            self.channel.send(list(sources))
         self.outstanding: collections.deque[int] = collections.deque()
         self.deadline = time.monotonic() + _LOADING_SECONDS
         self.is_ready = False
@@ -96,16 +96,16 @@ class _Worker:
         self.outstanding.extend(numbers)
         # a process that has just ended is handled when its results are read
         with contextlib.suppress(ConnectionError):
-            self.connection.send([(n, calls[n].which, calls[n].payload) for n in numbers])
+            self.channel.send([(n, calls[n].which, calls[n].payload) for n in numbers])
         self.deadline = time.monotonic() + self._limits.time_limit
 
     def is_unusable(self) -> bool:
         """Return True if an idle process has ended, was killed for its memory, or has sent an unexpected message."""
-        return self.connection.poll() or self._process.poll() is not None
+        return self.channel.has_input() or self._process.poll() is not None
 
     def end(self) -> str:
         """Kill the process and its children. Returns the reason if it had ended before, else an empty text."""
-        self.connection.close()
+        self.channel.close()
         code = None
         if not self.fault:
             # a deadline of 0 stands for a pipe that the process has closed: then it is about to exit
@@ -202,32 +202,43 @@ class WorkerPool:
 
     def _receive(self) -> Iterator[tuple[int, Outcome]]:
         """Wait for the first result or the next deadline. Yields the results that have arrived."""
-        busy = {worker.connection: worker for worker in self._workers if worker.outstanding or not worker.is_ready}
-        deadline = min((worker.deadline for worker in busy.values()), default=0.0)
-        for connection in multiprocessing.connection.wait(list(busy), max(0.0, deadline - time.monotonic())):
-            assert isinstance(connection, Connection)
-            worker = busy[connection]
-            try:
-                message = connection.recv()
-            except (EOFError, ConnectionError):
-                worker.deadline = 0.0  # it has ended; `_handle_timeouts` removes it
-                continue
-            except Exception as error:  # user code has written into the pipe, so unpickling may fail in any way
-                worker.fault = f"its process sent no result ({type(error).__name__})"
-                worker.deadline = 0.0
-                continue
-            if worker.is_ready and not _is_result(message, worker.outstanding):
-                worker.fault = "its process sent no result"
-                worker.deadline = 0.0
-                continue
-            worker.deadline = time.monotonic() + self._limits.time_limit
-            if worker.is_ready:
-                number, values, why = message
-                worker.outstanding.popleft()
-                yield number, Outcome(values, why)
-            elif message is not None:
-                raise UserError(message)
-            worker.is_ready = True
+        busy = [worker for worker in self._workers if worker.outstanding or not worker.is_ready]
+        deadline = min((worker.deadline for worker in busy), default=0.0)
+        with selectors.DefaultSelector() as selector:
+            for worker in busy:
+                events = selectors.EVENT_READ
+                if worker.channel.has_unsent:
+                    events |= selectors.EVENT_WRITE
+                selector.register(worker.channel, events, worker)
+            ready = selector.select(max(0.0, deadline - time.monotonic()))
+        for key, events in ready:
+            yield from self._exchange(key.data, bool(events & selectors.EVENT_READ))
+
+    def _exchange(self, worker: _Worker, has_input: bool) -> Iterator[tuple[int, Outcome]]:
+        """Send the rest of the calls of a worker. Yields the results that it has sent, where it `has_input`."""
+        try:
+            worker.channel.flush()
+            for message in worker.channel.receive() if has_input else ():
+                yield from self._take(worker, message)
+        except (EOFError, ConnectionError):
+            worker.deadline = 0.0  # it has ended; `_handle_timeouts` removes it
+        except BadMessage as error:
+            worker.fault = f"its process sent no result ({error})"
+            worker.deadline = 0.0
+
+    def _take(self, worker: _Worker, message: Any) -> Iterator[tuple[int, Outcome]]:
+        """Handle a message of a worker. Yields the result that it is. Raises BadMessage; UserError: a source cannot be
+        loaded."""
+        if worker.is_ready and not _is_result(message, worker.outstanding):
+            raise BadMessage("not the one that is due")
+        worker.deadline = time.monotonic() + self._limits.time_limit
+        if worker.is_ready:
+            number, values, why = message
+            worker.outstanding.popleft()
+            yield number, Outcome(values, why)
+        elif message is not None:
+            raise UserError(message)
+        worker.is_ready = True
 
     def _handle_timeouts(self, queued: collections.deque[int], calls: Sequence[Call]) -> Iterator[tuple[int, Outcome]]:
         """Kill processes that have passed their deadline or have ended. The current call of each has failed; its other

@@ -9,12 +9,13 @@ from collections.abc import AsyncIterator, Callable, Collection
 from typing import Any, Protocol, runtime_checkable
 
 from fastapi import FastAPI, HTTPException, Request, Response
-from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 
 from llmsuite.inference.batch import DecodingSequence
-from llmsuite.serving import embeddings, protocol, responses, tokens, training
+from llmsuite.serving import embeddings, logprobs, protocol, responses, tokens, training
 from llmsuite.serving.events import EventStream
 from llmsuite.serving.fair_queue import client_of
+from llmsuite.serving.jobs import StreamedAnswer
 from llmsuite.serving.limits import BodyLimits, Message, Receive, Send, TrustedHosts
 from llmsuite.serving.page import chat_page
 from llmsuite.serving.protocol import ChatRequest, CompletionRequest
@@ -163,7 +164,7 @@ def _add_api(app: FastAPI, service: Service, weights: ServedWeights | None) -> N
             return {
                 "message": message,
                 "finish_reason": "tool_calls" if calls else sequence.finish_reason,
-                "logprobs": protocol.chat_logprobs(sequence.logprobs, tokenizer) if body.logprobs else None,
+                "logprobs": logprobs.chat_logprobs(sequence.logprobs, tokenizer) if body.logprobs else None,
             }
 
         body = await service.parse_body(request, ChatRequest)
@@ -188,7 +189,7 @@ def _add_api(app: FastAPI, service: Service, weights: ServedWeights | None) -> N
             return {
                 "text": _text(sequence),
                 "finish_reason": sequence.finish_reason,
-                "logprobs": protocol.completion_logprobs(sequence.logprobs, tokenizer) if wants_logprobs else None,
+                "logprobs": logprobs.completion_logprobs(sequence.logprobs, tokenizer) if wants_logprobs else None,
             }
 
         return await _answer(service, request, body, "text_completion", choice)
@@ -219,7 +220,7 @@ async def _answer(
     version_info = service.version_info()  # of now: weights are only replaced while the queue is empty
     if body.stream:
         events = EventStream(service, body, job, num_prompts).events(client_of(request))
-        return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        return StreamedAnswer(events, job)
     await service.wait_for_answers(request, job)
     prompt_logprobs = await service.prompt_logprobs(request, body, job, num_prompts)
 
@@ -234,8 +235,8 @@ async def _answer(
             stop = []
             if sequence.stop_logprob is not None:
                 stop = [sequence.stop_logprob]
-            logprobs = of_prompt + sequence.logprobs + stop
-            one["logprobs"] = protocol.echoed_logprobs(sequence.prompt[0], logprobs, tokenizer)
+            kept = of_prompt + sequence.logprobs + stop
+            one["logprobs"] = logprobs.echoed_logprobs(sequence.prompt[0], kept, tokenizer)
         head = protocol.envelope(name, body.model or service.name)
         usage = protocol.usage(job.sequences, num_prompts)
         return JSONResponse({**head, **version_info, "choices": choices, "usage": usage})

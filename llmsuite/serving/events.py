@@ -15,6 +15,7 @@ from llmsuite.inference.thoughts import AnswerReader
 from llmsuite.serving import protocol
 from llmsuite.serving.fair_queue import Client
 from llmsuite.serving.jobs import Job, TextDelta
+from llmsuite.serving.logprobs import ChatLogprobs, CompletionLogprobs, LogprobFormatter
 from llmsuite.serving.protocol import ChatRequest, CompletionRequest
 from llmsuite.serving.service import Service
 
@@ -32,6 +33,9 @@ class EventStream:
         if self._is_chat:
             kind = "chat.completion.chunk"
         self._head = {**protocol.envelope(kind, body.model or service.name), **service.version_info()}
+        tokenizer = service.served_model(body.model).generator.tokenizer
+        formatter: type[ChatLogprobs | CompletionLogprobs] = ChatLogprobs if self._is_chat else CompletionLogprobs
+        self._formatters: list[LogprobFormatter] = [formatter(tokenizer) for _ in job.sequences]
         self._num_sent = [0] * len(job.sequences)
         """Tokens of each answer whose log-probabilities have been sent."""
         self._tool_calls = ToolCallReader(service, body, len(job.sequences))
@@ -100,9 +104,7 @@ class EventStream:
         self._num_sent[delta.number] = delta.num_logprobs
         if self._body.logprobs in (None, False):
             return None
-        tokenizer = self._service.served_model(self._body.model).generator.tokenizer
-        form = protocol.chat_logprobs if self._is_chat else protocol.completion_logprobs
-        return form(sequence.logprobs[: delta.num_logprobs], tokenizer, begin)
+        return self._formatters[delta.number].add(sequence.logprobs[begin : delta.num_logprobs])
 
 
 class ToolCallReader:

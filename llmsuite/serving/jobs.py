@@ -11,10 +11,12 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from fastapi import HTTPException, Request
+from fastapi.responses import StreamingResponse
 
 from llmsuite.base.errors import UserError
 from llmsuite.inference.batch import DecodingSequence
 from llmsuite.serving.fair_queue import Client
+from llmsuite.serving.limits import Message, Receive, Send
 from llmsuite.serving.scheduler import Busy, BusyClient, Closing, Paused, Scheduler
 
 POLL_SECONDS = 0.5
@@ -74,9 +76,30 @@ class Job:
                     raise _failure(self.sequences[delta.number].error)
                 num_open -= delta.has_ended
                 yield delta
+                # neither a delta that is there already nor an event that fits the buffer lets others have a turn
+                await asyncio.sleep(0)
         finally:
             alarm.cancel()
-            self._scheduler.cancel([sequence for sequence in self.sequences if sequence.finish_reason is None])
+            self.cancel()
+
+    def cancel(self) -> None:
+        """End the answers that have not ended: nobody waits for them."""
+        self._scheduler.cancel([sequence for sequence in self.sequences if sequence.finish_reason is None])
+
+
+class StreamedAnswer(StreamingResponse):
+    """The answers of a job as server-sent events. The job ends with the response, also where the client has left before
+    the first event: then nobody runs the generator of the events, and it cannot end the job."""
+
+    def __init__(self, events: AsyncIterator[str], job: Job):
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        self._job = job
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._job.cancel()
 
 
 async def wait_for_result(request: Request, future: concurrent.futures.Future[Any], deadline: float) -> Any:

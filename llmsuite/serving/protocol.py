@@ -17,11 +17,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from llmsuite.data.rows import ToolCall
-from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.data.turns import parse_template_kwargs
-from llmsuite.inference.batch import DecodingSequence, TokenLogprob
+from llmsuite.inference.batch import DecodingSequence
 from llmsuite.inference.sampling import MAX_PENALTY, MAX_REPETITION, MAX_TEMPERATURE, MIN_REPETITION, Sampling
-from llmsuite.inference.text import TextStream
 
 MAX_ANSWERS = 16
 """Most answers to one prompt."""
@@ -304,55 +302,6 @@ def call_id(call: ToolCall) -> str:
     """The id of a call: the model's own, or a new one of nine letters and digits, which Mistral's chat templates
     require."""
     return call.id or "".join(secrets.choice(_ID_CHARACTERS) for _ in range(9))
-
-
-def chat_logprobs(kept: Sequence[TokenLogprob], tokenizer: TextTokenizer, begin: int = 0) -> dict[str, Any]:
-    """Log-probabilities of a choice of a chat, from token `begin` on."""
-
-    def entry(token: int, logprob: float, is_first: bool) -> dict[str, Any]:
-        found = tokenizer.token_bytes(token, is_first)
-        known = None if found is None else list(found)
-        text = tokenizer.token_text(token, is_first)
-        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": known}
-
-    content = []
-    first = tokenizer.first_visible_token([t.token for t in kept])
-    for number, t in enumerate(kept[begin:], begin):
-        top = [entry(other, value, number == first) for other, value in t.top]
-        content.append({**entry(t.token, t.logprob, number == first), "top_logprobs": top})
-    return {"content": content}
-
-
-def completion_logprobs(kept: Sequence[TokenLogprob], tokenizer: TextTokenizer, begin: int = 0) -> dict[str, Any]:
-    """Log-probabilities of a choice of a completion, from token `begin` on. Offsets are of the text: tokens that are
-    parts of one character begin where it does."""
-    stream = TextStream(tokenizer)
-    offsets = list[int]()
-    for t in kept:
-        offsets.append(len(stream.text))
-        stream.push(t.token)
-    first = tokenizer.first_visible_token([t.token for t in kept])
-    texts = [tokenizer.token_text(t.token, number == first) for number, t in enumerate(kept)]
-    top = []
-    for number, t in enumerate(kept):
-        # in ascending order: of tokens with the same text, such as parts of characters, the most likely one stays
-        top.append({tokenizer.token_text(other, number == first): value for other, value in reversed(t.top)})
-    return {
-        "tokens": texts[begin:],
-        "token_logprobs": [t.logprob for t in kept[begin:]],
-        "top_logprobs": top[begin:],
-        "text_offset": offsets[begin:],
-    }
-
-
-def echoed_logprobs(first: int, kept: Sequence[TokenLogprob], tokenizer: TextTokenizer) -> dict[str, Any]:
-    """Log-probabilities of a completion with its prompt, whose first token has none."""
-    found = completion_logprobs([TokenLogprob(first, 0.0, ()), *kept], tokenizer)
-    return {
-        **found,
-        "token_logprobs": [None, *found["token_logprobs"][1:]],
-        "top_logprobs": [None, *found["top_logprobs"][1:]],
-    }
 
 
 def error(message: str, kind: str = "invalid_request_error", code: str | None = None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, HTTPException, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from llmsuite.base.errors import UserError
@@ -25,10 +25,11 @@ from llmsuite.inference.sampling import MAX_TEMPERATURE
 from llmsuite.inference.text import TextStream
 from llmsuite.inference.thoughts import AnswerReader
 from llmsuite.serving.events import ToolCallReader
-from llmsuite.serving.fair_queue import client_of
+from llmsuite.serving.fair_queue import Client, client_of
 from llmsuite.serving.faults import faults
-from llmsuite.serving.jobs import Job, TextDelta
-from llmsuite.serving.protocol import FAIL_FAST, MAX_TOOLS, ChatRequest, TopLogprobs, call_id, chat_logprobs
+from llmsuite.serving.jobs import Job, StreamedAnswer, TextDelta
+from llmsuite.serving.logprobs import ChatLogprobs, chat_logprobs
+from llmsuite.serving.protocol import FAIL_FAST, MAX_TOOLS, ChatRequest, TopLogprobs, call_id
 from llmsuite.serving.service import Service
 
 PATH = "/v1/responses"
@@ -303,8 +304,7 @@ def add_api(app: FastAPI, service: Service) -> None:
             job, _ = await service.start(chat, client)
         response = _Response(body, chat, service, job)
         if body.stream:
-            headers = {"Cache-Control": "no-store"}
-            return StreamingResponse(response.events(), media_type="text/event-stream", headers=headers)
+            return StreamedAnswer(response.events(client), job)
         await service.wait_for_answers(request, job)
         return await service.threads.run(client, response.answer)
 
@@ -455,8 +455,10 @@ class _Response:
         status = _status(sequence)
         return {"id": self._message_id, "type": "message", "role": "assistant", "status": status, "content": content}
 
-    async def events(self) -> AsyncIterator[str]:
-        """Yield the response as server-sent events, while it is decoded."""
+    async def events(self, client: Client) -> AsyncIterator[str]:
+        """Yield the response as server-sent events for a client, while it is decoded."""
+        threads = self._service.threads
+        formatter = ChatLogprobs(self._served_model.generator.tokenizer)
         reader = ToolCallReader(self._service, self._chat, 1)
         started = time.monotonic()
         text = ""
@@ -487,11 +489,11 @@ class _Response:
                 if more:
                     text += more
                     num_sent = max(num_sent, thoughts.num_tokens)
-                    new = [] if calls else self._logprobs(sequence.logprobs[num_sent : delta.num_logprobs])
+                    new = [] if calls else formatter.add(sequence.logprobs[num_sent : delta.num_logprobs])["content"]
                     num_sent += len(new)
                     yield self.event("response.output_text.delta", **indices, delta=more, logprobs=new)
             if is_open:
-                logprobs = self.logprobs_of_text(bool(calls), thoughts.has_any)
+                logprobs = await threads.run(client, self.logprobs_of_text, bool(calls), thoughts.has_any)
                 yield self.event("response.output_text.done", **indices, text=text, logprobs=logprobs)
                 yield self.event("response.content_part.done", **indices, part=_part(text, logprobs))
                 item = self.message(text, sequence, logprobs)
@@ -506,7 +508,7 @@ class _Response:
                 named = {"name": call["name"], "arguments": call["arguments"]}
                 yield self.event("response.function_call_arguments.done", **at, **named)
                 yield self.event("response.output_item.done", output_index=at["output_index"], item=call)
-            body = self.body(output, sequence, thoughts.has_any)
+            body = await threads.run(client, self.body, output, sequence, thoughts.has_any)
             metrics.duration.observe(time.monotonic() - started)
             yield self.event(f"response.{body['status']}", response=body)
         except HTTPException as error:  # the status has been sent

@@ -78,6 +78,7 @@ def score(completions):
     if kind == "waits": subprocess.run(["sleep", "600"])
     if kind == "forks" and os.fork() == 0: return [1.0]
     if kind == "meddles": [os.write(fd, b"\\0\\0\\0\\4ouch") for fd in pipes()]
+    if kind == "breaks off": [os.write(fd, b"\\0\\0\\4\\0ouch") for fd in pipes()]; time.sleep(600)
     if kind == "answers twice": [os.write(fd, message(77, [1.0])) for fd in pipes()]
     return {"nan": [float("nan")], "inf": [float("inf")], "none": [None], "short": [], "number": 3.0,
             "text": ["1"], "mapping": [{"score": 1.0, "more": 2.0}], "list": [[1.0]],

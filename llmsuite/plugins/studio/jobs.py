@@ -17,8 +17,8 @@ from typing import Any
 from llmsuite.base.errors import UserError
 from llmsuite.base.redaction import SECRETS
 from llmsuite.base.safe_files import is_dir, is_file
+from llmsuite.base.supervisor import SupervisedProcess
 from llmsuite.base.web.client import API_KEY
-from llmsuite.launch.supervisor import SupervisedProcess
 from llmsuite.observe.runs import find_runs, has_records, is_run, read_run
 from llmsuite.observe.summary import cards
 from llmsuite.plugins.studio.recipes import FilledRecipe

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -73,6 +74,27 @@ def test_what_a_command_has_started_ends_with_it(tmp_path: Path, closes: bool) -
     done = run_command(python(program))
     assert (done.code, done.output) == (0, "a\n")
     assert is_gone(int((tmp_path / "pid").read_text()))
+
+
+def test_nothing_is_left_when_who_has_started_it_is_killed(tmp_path: Path) -> None:
+    """As of a compiler: it starts others, which SIGKILL of the first does not reach."""
+    deeper = f"import os, time; open({str(tmp_path / 'deeper')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    program = (
+        "import os, subprocess, sys, time;"
+        f"subprocess.Popen([sys.executable, '-c', {deeper!r}], start_new_session=True);"
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    )
+    starts = f"from llmsuite.base.commands import run_command; run_command({python(program)!r})"
+    process = subprocess.Popen(python(starts))
+    pids = []
+    for name in ("pid", "deeper"):
+        while not (tmp_path / name).exists() or not (tmp_path / name).read_text():
+            assert process.poll() is None
+            time.sleep(0.05)
+        pids.append(int((tmp_path / name).read_text()))
+    process.kill()
+    process.wait()
+    assert [is_gone(pid) for pid in pids] == [True, True]
 
 
 def test_a_command_that_takes_too_long_is_killed() -> None:

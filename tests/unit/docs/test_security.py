@@ -111,13 +111,13 @@ TESTED: dict[str, tuple[str, ...]] = {
         "unit/serving/test_requests.py::test_what_takes_too_long_at_the_end_gets_503",
     ),
     "What rewards and environments start": (
-        "unit/launch/test_supervisor.py::test_nothing_is_left_of_what_is_ended",
-        "unit/launch/test_supervisor.py::test_nothing_is_left_when_who_has_started_it_is_killed",
+        "unit/base/test_supervisor.py::test_nothing_is_left_of_what_is_ended",
+        "unit/base/test_supervisor.py::test_nothing_is_left_when_who_has_started_it_is_killed",
         "unit/rl/test_rewards.py::test_children_of_rewards_end_with_their_processes",
     ),
     "What they print is cut off": (
-        "unit/launch/test_supervisor.py::test_what_it_prints_has_a_bound",
-        "unit/launch/test_supervisor.py::test_what_takes_too_much_memory_is_ended",
+        "unit/base/test_supervisor.py::test_what_it_prints_has_a_bound",
+        "unit/base/test_supervisor.py::test_what_takes_too_much_memory_is_ended",
     ),
     "Of what other programs print": (
         "unit/base/test_commands.py::test_output_without_end_is_cut_and_the_command_killed",

@@ -78,6 +78,7 @@ FAILURES = {
     "list": r"it returned \[1.0\], which is not a number",
     "waits": r"it took longer than 1.5 s \(reward.time_limit\)",
     "meddles": r"its process sent no result \(UnpicklingError\)",
+    "breaks off": r"it took longer than 1.5 s \(reward.time_limit\)",
     "answers twice": "its process sent no result",
 }
 
@@ -104,6 +105,18 @@ def test_a_reward_that_takes_too_much_memory_is_missing(make: Making, tmp_path: 
     found = rewards.score([completion(text, i) for i, text in enumerate(["fine", "much", "fine"])])
     assert np.isnan(found).ravel().tolist() == [False, True, False]
     assert "its process took more than 0.25 GiB (reward.memory_limit)" in rewards.first_failure
+
+
+def test_a_process_that_is_stopped_between_calls_takes_too_long(make: Making, tmp_path: Path) -> None:
+    """It reads no call, and nobody waits until it does."""
+    code = "import os, signal, threading\ndef score(completions):\n    stop = (os.getpid(), signal.SIGSTOP)\n"
+    code += "    if completions[0].text == 'stop': threading.Timer(0.2, os.kill, stop).start()\n    return [1.0]\n"
+    rewards = make({functions(tmp_path, code) + ":score": 1.0}, time_limit=1.5, max_failed=1.0, workers=1)
+    assert rewards.score([completion("stop")]).tolist() == [[1.0]]
+    time.sleep(0.5)
+    found = rewards.score([completion("x" * 4_000_000), completion("fine", 1)])
+    assert np.isnan(found).ravel().tolist() == [True, False]
+    assert "it took longer than 1.5 s (reward.time_limit)" in rewards.first_failure
 
 
 def test_a_process_that_ends_between_calls_fails_no_call(make: Making, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import resource
 import time
 import types
@@ -15,7 +16,10 @@ import pytest
 from llmsuite.serving import connections
 from llmsuite.serving.app import make_app
 from llmsuite.serving.connections import connection_class, room_for_connections
+from llmsuite.serving.events import EventStream
+from llmsuite.serving.jobs import StreamedAnswer
 from llmsuite.serving.limits import Limits
+from llmsuite.serving.protocol import CompletionRequest
 from llmsuite.serving.server import make_server
 from llmsuite.serving.service import Service
 from tests.support.served import make_service
@@ -53,6 +57,20 @@ def with_server(
             await serving
 
     asyncio.run(run())
+
+
+def slow_service(limits: Limits, seconds: float = 0.005) -> Service:
+    """A service whose model needs some time for a pass."""
+    service = make_service(limits)
+    decoder: Any = service.generator.decoder
+    forward = decoder.forward
+
+    def slow(*given: Any) -> Any:
+        time.sleep(seconds)
+        return forward(*given)
+
+    decoder.forward = slow
+    return service
 
 
 async def read_all(reader: asyncio.StreamReader) -> bytes:
@@ -158,15 +176,7 @@ def test_few_file_handles_leave_room_for_other_files(monkeypatch: pytest.MonkeyP
 def test_an_answer_ends_when_its_client_has_left(is_stream: bool) -> None:
     length = 2000
     limits = Limits(max_new_tokens=length)
-    service = make_service(limits)
-    decoder: Any = service.generator.decoder
-    forward = decoder.forward
-
-    def slow(*given: Any) -> Any:  # the whole answer would take ten seconds
-        time.sleep(0.005)
-        return forward(*given)
-
-    decoder.forward = slow
+    service = slow_service(limits)  # the whole answer would take ten seconds
     body = json.dumps({"prompt": "x", "max_tokens": length, "min_tokens": length, "stream": is_stream}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
@@ -183,3 +193,80 @@ def test_an_answer_ends_when_its_client_has_left(is_stream: bool) -> None:
         assert service.metrics.passes._value.get() < length / 2, "nothing is decoded for nobody"
 
     with_server(limits, scenario, service)
+
+
+CHUNKED = "Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n"
+HEADS = {
+    "answered": "GET /healthz HTTP/1.1\r\nHost: localhost\r\n",
+    "read": "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n",
+    "no path": "POST /nothing HTTP/1.1\r\nHost: localhost\r\n",
+    "another host": "POST /v1/completions HTTP/1.1\r\nHost: else.where\r\n",
+    "no json": "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n",
+}
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.2], ids=["at once", "answered before"])
+def test_a_body_that_is_no_http_fails_nothing(caplog: pytest.LogCaptureFixture, pause: float) -> None:
+    """Refused or not, answered or not: the connection ends, and no error is logged."""
+
+    async def scenario(connect: Any) -> None:
+        for head in HEADS.values():
+            reader, writer = await connect((head + CHUNKED).encode())
+            await asyncio.sleep(pause)
+            writer.write(b"no chunk\r\n")
+            received = await read_all(reader)
+            assert received.count(b"HTTP/1.1 ") == (1 if received else 0)
+        asking, _ = await connect(HEALTH)
+        assert (await asking.readline()).startswith(b"HTTP/1.1 200")
+
+    with_server(Limits(), scenario)
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+def test_what_a_client_sends_before_its_answer_has_a_limit() -> None:
+    limits = Limits(max_new_tokens=4000)
+    service = slow_service(limits)
+    body = json.dumps({"prompt": "x", "max_tokens": 4000, "min_tokens": 4000}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+    async def scenario(connect: Any) -> None:
+        request = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+        reader, writer = await connect(request)
+        ended = asyncio.create_task(read_all(reader))
+        num_sent = 0
+        while not ended.done() and num_sent < 64 << 20:
+            writer.write(HEALTH * 1000)
+            num_sent += len(HEALTH) * 1000
+            await asyncio.sleep(0.01)
+        await ended  # 64 MiB of further requests are not kept until the answer is there
+        while service.metrics.running._value.get():
+            await asyncio.sleep(0.01)
+        assert service.metrics.passes._value.get() < 4000
+
+    with_server(limits, scenario, service)
+
+
+def test_an_answer_ends_when_its_client_has_left_before_the_first_event() -> None:
+    """Nothing runs the generator of the events then."""
+    limits = Limits(max_new_tokens=2000)
+    service = slow_service(limits)
+
+    async def run() -> None:
+        service.scheduler.start()
+        body = CompletionRequest(prompt="x", max_tokens=2000, min_tokens=2000, stream=True)
+        job, num_prompts = await service.start(body, "client")
+        answer = StreamedAnswer(EventStream(service, body, job, num_prompts).events("client"), job)
+
+        async def receive() -> Any:
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            await asyncio.sleep(0)
+
+        await answer({"type": "http", "asgi": {"spec_version": "2.3"}}, receive, send)
+        while service.metrics.running._value.get() or len(service.scheduler._streams):
+            await asyncio.sleep(0.01)
+        assert service.metrics.passes._value.get() < 1000, "nothing is decoded for nobody"
+        await asyncio.to_thread(service.scheduler.stop)
+
+    asyncio.run(asyncio.wait_for(run(), 60))

@@ -35,6 +35,13 @@ _EXCEEDED_MEMORY = b"M"
 """Message of the supervisor to the process that started it, before it kills a command that takes too much memory."""
 
 
+def die_with_parent() -> None:
+    """Ask Linux to kill this process when the one that has started it dies, even by SIGKILL. Called in the child before
+    it does anything else."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 class SupervisedProcess:
     """A command that ends with everything it has started: on its own, by `end`, or because the process that made this
     object has ended."""
@@ -43,7 +50,7 @@ class SupervisedProcess:
         self,
         command: Sequence[str],
         pass_fds: Sequence[int] = (),
-        output: IO[bytes] | None = None,
+        output: IO[bytes] | int | None = None,
         max_output_bytes: int | None = None,
         grace_seconds: float = 0.0,
         environment: Mapping[str, str] | None = None,
@@ -53,8 +60,10 @@ class SupervisedProcess:
         Args:
             command: program and arguments.
             pass_fds: file descriptors that the command finds open.
-            output: receives what the command and its children print; None for the output of this process.
-            max_output_bytes: bytes of that; what goes beyond them is left out. None for all.
+            output: receives what the command and its children print; None for the output of this process;
+                `subprocess.PIPE` for two pipes, `stdout` and `stderr`, which are read here.
+            max_output_bytes: bytes of that; what goes beyond them is left out. None for all, which the command then
+                prints without a process in between.
             grace_seconds: seconds between SIGTERM and SIGKILL for the command, where it does not end on its own.
             environment: its variables; None for those of this process.
             max_memory_bytes: memory that the command and all its descendants may take together; they are killed when
@@ -71,7 +80,7 @@ class SupervisedProcess:
                 [sys.executable, "-I", "-S", __file__, *words, *command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
-                stderr=None if output is None else subprocess.STDOUT,
+                stderr=output if output in (None, subprocess.PIPE) else subprocess.STDOUT,
                 pass_fds=[life_read, news_write, *pass_fds],
                 env=environment,
                 start_new_session=True,  # Ctrl-C in the terminal is for the process that made it
@@ -83,6 +92,16 @@ class SupervisedProcess:
         finally:
             os.close(life_read)
             os.close(news_write)
+
+    @property
+    def stdout(self) -> IO[bytes] | None:
+        """What the command prints, with `subprocess.PIPE`."""
+        return self._process.stdout
+
+    @property
+    def stderr(self) -> IO[bytes] | None:
+        """Its errors, likewise."""
+        return self._process.stderr
 
     def poll(self) -> int | None:
         """Return the exit code of the command, negative for the signal that has ended it; None while it runs."""
@@ -140,9 +159,9 @@ class _Supervisor:
         self._says = news_write
         self._grace = grace_seconds
         self._max_memory_bytes = max_memory_bytes
-        self._left: int | None = None if max_output_bytes < 0 else max_output_bytes
-        """Bytes that may still be printed."""
-        self._printed = os.pipe()
+        self._left = max_output_bytes
+        """Bytes that may still be printed; with a negative number the output is not forwarded."""
+        self._printed = os.pipe() if max_output_bytes >= 0 else None
         self._command = command
         self._wakes = os.pipe()
         self._command_pid = 0
@@ -158,16 +177,20 @@ class _Supervisor:
         self._command_pid = os.fork()
         if not self._command_pid:
             self._exec_command()
-        os.close(self._printed[1])
+        if self._printed is not None:
+            os.close(self._printed[1])
         self._close_others()
         status = self._wait()
         self._kill_all()
-        self._relay_rest(0.0)
+        if self._printed is not None:
+            self._relay_rest(self._printed[0])
         return status
 
     def _close_others(self) -> None:
         """Close files that are meant for the command alone: the other end of a pipe must see EOF when it ends."""
-        own = {self._life, self._says, self._printed[0], *self._wakes}
+        own = {self._life, self._says, *self._wakes}
+        if self._printed is not None:
+            own.add(self._printed[0])
         for descriptor in [int(name) for name in os.listdir("/dev/fd")]:
             if descriptor > 2 and descriptor not in own:
                 with contextlib.suppress(OSError):  # the one of the listing itself
@@ -176,15 +199,15 @@ class _Supervisor:
     def _exec_command(self) -> None:
         """Become the command, in the child."""
         try:
-            if sys.platform == "linux":  # a supervisor that is killed cannot kill the command
-                ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            die_with_parent()  # a supervisor that is killed cannot kill the command
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, signal.SIGTERM):
                 signal.signal(number, signal.SIG_DFL)
             os.close(self._life)
             os.close(self._says)
-            for stream in (1, 2):
-                os.dup2(self._printed[1], stream)
+            if self._printed is not None:
+                for stream in (1, 2):
+                    os.dup2(self._printed[1], stream)
             os.execvp(self._command[0], list(self._command))
         except OSError as error:
             os.write(2, f"{self._command[0]}: {error}\n".encode())
@@ -198,7 +221,9 @@ class _Supervisor:
 
     def _wait(self) -> int:
         """Wait until the command has ended, or is killed since the process that started it has ended."""
-        watched = [self._life, self._wakes[0], self._printed[0]]
+        watched = [self._life, self._wakes[0]]
+        if self._printed is not None:
+            watched.append(self._printed[0])
         killed_at = float("inf")
         while (status := self._reap()) is None:
             until = None
@@ -210,7 +235,7 @@ class _Supervisor:
             ready, _, _ = select.select(watched, [], [], until)
             if self._wakes[0] in ready:
                 os.read(self._wakes[0], _CHUNK)
-            if self._printed[0] in ready and not self._relay_chunk():
+            if self._printed is not None and self._printed[0] in ready and not self._relay_chunk(self._printed[0]):
                 watched.remove(self._printed[0])
             if self._life in ready:  # its other end is closed
                 watched.remove(self._life)
@@ -252,23 +277,22 @@ class _Supervisor:
                         os.kill(pid, signal.SIGKILL)
                 os.waitpid(-1, 0)
 
-    def _relay_rest(self, seconds: float) -> None:
+    def _relay_rest(self, printed: int) -> None:
         """Forward output that was printed and not yet forwarded."""
-        while select.select([self._printed[0]], [], [], seconds)[0]:
-            if not self._relay_chunk():
+        while select.select([printed], [], [], 0)[0]:
+            if not self._relay_chunk(printed):
                 return
 
-    def _relay_chunk(self) -> bool:
+    def _relay_chunk(self, printed: int) -> bool:
         """Forward a chunk of output. Returns True where there may be more."""
-        text = os.read(self._printed[0], _CHUNK)
+        text = os.read(printed, _CHUNK)
         if not text or self._left == 0:
             return bool(text)
-        if self._left is not None and len(text) > self._left:
+        if len(text) > self._left:
             self._print(text[: self._left] + b"\n[what this process prints from here on is left out]\n")
             self._left = 0
             return True
-        if self._left is not None:
-            self._left -= len(text)
+        self._left -= len(text)
         self._print(text)
         return True
 

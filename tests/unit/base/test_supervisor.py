@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from llmsuite.launch.supervisor import SupervisedProcess
+from llmsuite.base.supervisor import SupervisedProcess
 
 _MARK = "KEPT_BY_TEST"
 _DESCENDANTS = {
@@ -79,7 +79,7 @@ def test_nothing_is_left_of_what_is_ended(mark: str, started: str) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_is_left_when_who_has_started_it_is_killed(mark: str, number: int) -> None:
-    code = "from llmsuite.launch.supervisor import SupervisedProcess; import time; "
+    code = "from llmsuite.base.supervisor import SupervisedProcess; import time; "
     code += "kept = SupervisedProcess(['sh', '-c', 'sleep 600 & sleep 600']); time.sleep(600)"
     starter = subprocess.Popen([sys.executable, "-c", code])
     _alive(mark, 4)
