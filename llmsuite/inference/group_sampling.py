@@ -32,6 +32,10 @@ class SamplingParams:
     """Logits are divided by it; 0 for greedy decoding."""
     batch_size: int
     """Completions that are decoded together; more where one prompt has more completions."""
+    top_k: int = 0
+    """Only the k most likely tokens are sampled; 0 for all."""
+    top_p: float = 1.0
+    """Only the most likely tokens that together reach this probability are sampled."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +55,7 @@ class SampledCompletion:
     """[max_completion_length], float64: a random number in [0, 1) for each token."""
     ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
-    """Log-probability of each token, under the distribution it was sampled from."""
+    """Log-probability of each token in the full distribution at the temperature, whatever `top_k` and `top_p` are."""
     finish_reason: Literal["stop", "length"] | None = None
 
 
@@ -129,8 +133,7 @@ def fill_completions(
             for _ in range(min(count, len(waiting))):
                 number = waiting.popleft()
                 ids = requests[number].prompt_ids
-                temperature = sampling_params.temperature
-                new.append([_RolloutSequence(ids, one, temperature, stop_ids) for one in groups[number]])
+                new.append([_RolloutSequence(ids, one, sampling_params, stop_ids) for one in groups[number]])
             batch.start(new)
         else:
             batch.advance()
@@ -142,24 +145,28 @@ _COMPACTION = Compaction(min_ended=1 / 8, min_padding=1 / 4)
 
 
 class _RolloutSequence(BatchSequence):
-    """A completion that is being sampled, from the full distribution at its temperature, by its own random numbers.
+    """A completion that is being sampled by its own random numbers.
 
     It is decoded on one rank, or on each by itself: ranks that decode the same batch would have to agree on tokens.
     """
 
     def __init__(
-        self, prompt: Sequence[int], completion: SampledCompletion, temperature: float, stop_ids: Collection[int]
+        self,
+        prompt: Sequence[int],
+        completion: SampledCompletion,
+        sampling_params: SamplingParams,
+        stop_ids: Collection[int],
     ):
         """
         Args:
             prompt: token ids.
             completion: is filled in; empty so far.
-            temperature: logits are divided by it; 0 for greedy decoding.
+            sampling_params: temperature, top_k, top_p.
             stop_ids: tokens that end the completion; its ids include them.
         """
         super().__init__(prompt)
         self._completion = completion
-        self._temperature = temperature
+        self._sampling_params = sampling_params
         self._stop_ids = stop_ids
         self._logprob = 0.0
         """Log-probability of the sampled token."""
@@ -167,7 +174,8 @@ class _RolloutSequence(BatchSequence):
     def sample(self, logits: np.ndarray) -> int:
         """Sample the next token, and keep its log-probability. logits: [V] float32."""
         uniform = self._completion.uniforms[len(self._completion.ids)]
-        token, self._logprob = sample_by_uniform(logits, self._temperature, uniform)
+        params = self._sampling_params
+        token, self._logprob = sample_by_uniform(logits, params.temperature, uniform, params.top_k, params.top_p)
         return token
 
     def append(self, token: int, logits: np.ndarray) -> str:

@@ -169,16 +169,20 @@ def distribution(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np
     return order[kept], probabilities[kept] / probabilities[kept].sum()
 
 
-def sample_by_uniform(logits: np.ndarray, temperature: float, uniform: float) -> tuple[int, float]:
-    """Sample a token from the full distribution, by the inverse of its cumulative sum at a random number.
+def sample_by_uniform(
+    logits: np.ndarray, temperature: float, uniform: float, top_k: int = 0, top_p: float = 1.0
+) -> tuple[int, float]:
+    """Sample a token by the inverse of the cumulative sum of its distribution at a random number.
 
     Args:
         logits: [V] float32.
         temperature: above 0, or 0 for the most likely token.
         uniform: random number in [0, 1); not used at temperature 0.
+        top_k: sample only from the k most likely tokens; 0 for all.
+        top_p: sample only from the most likely tokens that together reach this probability.
 
     Returns:
-        The token and its log-probability at this temperature; at 0, that of temperature 1.
+        The token and its log-probability in the full distribution at this temperature; at 0, that of temperature 1.
 
     Raises:
         UserError: a logit is not finite, or all are minus infinity.
@@ -191,6 +195,10 @@ def sample_by_uniform(logits: np.ndarray, temperature: float, uniform: float) ->
         raise UserError(_unusable(logits))
     if temperature == 0:
         token = int(logits.argmax())
+    elif top_k or top_p < 1:
+        order, probabilities = distribution(logits, Sampling(temperature=temperature, top_k=top_k, top_p=top_p))
+        kept = np.cumsum(probabilities)
+        token = int(order[min(int(kept.searchsorted(uniform * kept[-1], side="right")), len(order) - 1)])
     else:
         token = min(int(sums.searchsorted(uniform * total, side="right")), len(logits) - 1)
     return token, float(scaled[token].astype("float64") - np.log(total))

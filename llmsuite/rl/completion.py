@@ -18,8 +18,8 @@ class Completion:
     """The sampled tokens, including the stop token. In an episode, the tokens of all turns, including the observations
     from the environment between them."""
     logprobs: Sequence[float]
-    """Log-probabilities of the sampled tokens, under the distribution they were sampled from: the temperature is
-    applied. Tokens of an environment have none."""
+    """Log-probabilities of the sampled tokens in the full distribution, with the temperature applied. Tokens of an
+    environment have none."""
     finish_reason: Literal["stop", "length"]
     """length: the completion reached the token limit and has no stop token, or an episode ended before its environment
     ended it."""

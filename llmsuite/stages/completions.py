@@ -51,7 +51,12 @@ class CompletionStage(RolloutStage[Any], StatefulStage[Any]):
         self._max_gap = rollout.max_logprob_gap
         self._temperature = rollout.temperature
         self._sampling_params = SamplingParams(
-            rollout.num_generations, self._max_completion_length, rollout.temperature, rollout.batch_size
+            rollout.num_generations,
+            self._max_completion_length,
+            rollout.temperature,
+            rollout.batch_size,
+            rollout.top_k,
+            rollout.top_p,
         )
         self._eval_sampling_params = dataclasses.replace(
             self._sampling_params, num_generations=evaluation.num_generations, temperature=evaluation.temperature

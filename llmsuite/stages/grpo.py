@@ -69,6 +69,14 @@ class Group:
     advantage reinforce_baseline, and 0 where a reward is missing; None where it does not compute them."""
     entropy_weight: float = 1.0
     """`rl_losses.entropy_weight` of its global batch."""
+    with_truncated: np.ndarray | None = None
+    """[completions], bool: with `count_truncated`, True for those that count in the mean of the loss, which are those
+    that are trained on and those that were masked because they are truncated; else None."""
+
+    @property
+    def is_counted(self) -> np.ndarray:
+        """[completions], bool: True for those that count in the mean of the loss."""
+        return self.is_trained if self.with_truncated is None else self.with_truncated
 
     @property
     def answers(self) -> list[Answer]:
@@ -95,6 +103,9 @@ class GrpoStage(CompletionStage, AsyncRolloutStage[Any]):
         self._entropy_coef = section.entropy_coef
         self._size = context.train.global_batch_size
         self._masks_truncated = section.mask_truncated
+        self._counts_truncated = False
+        if self._masks_truncated and isinstance(section, GrpoSection):
+            self._counts_truncated = section.count_truncated
         self._overlong = section.overlong_buffer
         if self._overlong is not None:
             self._overlong = min(self._overlong, self._max_completion_length)
@@ -130,7 +141,9 @@ class GrpoStage(CompletionStage, AsyncRolloutStage[Any]):
         drop_observed_tokens(batch, [c for group in groups for c in group.completions])
         lengths = np.bincount(batch["owners"])
         trained = np.concatenate([group.is_trained for group in groups])
-        weights, weight = rl_losses.token_weights(self._normaliser, lengths[trained], self._max_completion_length)
+        counted = np.concatenate([group.is_counted for group in groups])
+        weights, _ = rl_losses.token_weights(self._normaliser, lengths[trained], self._max_completion_length)
+        _, weight = rl_losses.token_weights(self._normaliser, lengths[counted], self._max_completion_length)
         batch["weights"] = np.zeros(lengths.sum(), "float32")
         batch["weights"][np.repeat(trained, lengths)] = weights
         batch["weight"] = weight
@@ -171,9 +184,10 @@ class GrpoStage(CompletionStage, AsyncRolloutStage[Any]):
         # rewards minus the baseline, from which `finish_rollout` computes token-level advantages; else advantages
         scale: Scale = "none" if self._has_token_advantages else self._scale
         found = advantages(train_rewards.ravel(), number, self._estimator, scale).reshape(train_rewards.shape)
-        trained = ~np.isnan(train_rewards)
+        has_reward = ~np.isnan(train_rewards)
+        trained = has_reward
         if self._masks_truncated:
-            trained &= ~np.array([c.truncated for c in flat]).reshape(rewards.shape)[picked]
+            trained = trained & ~np.array([c.truncated for c in flat]).reshape(rewards.shape)[picked]
         idle = ~sampled.is_useful
         if not self._is_dynamic:
             idle = zero_variance_groups(train_rewards.ravel(), number)
@@ -182,11 +196,12 @@ class GrpoStage(CompletionStage, AsyncRolloutStage[Any]):
         self._check_signal(step, bool(zero_variance_groups(train_rewards.ravel(), compared).all()))
         groups = []
         shown = np.full(rewards.shape, np.nan if self._has_token_advantages else 0.0)
-        for i, row, counts in zip(picked, found, trained):
+        for i, row, kept, rewarded in zip(picked, found, trained, has_reward):
+            group = Group(scored.groups[i], kept, with_truncated=rewarded if self._counts_truncated else None)
             if self._has_token_advantages:
-                groups.append(Group(scored.groups[i], counts, rewards=row))
+                groups.append(dataclasses.replace(group, rewards=row))
             else:
-                groups.append(Group(scored.groups[i], counts, advantages=row))
+                groups.append(dataclasses.replace(group, advantages=row))
                 shown[i] = row
         groups = self._with_entropy_weights(groups)
         names = self._rewards.names
@@ -218,10 +233,10 @@ class GrpoStage(CompletionStage, AsyncRolloutStage[Any]):
         weighted: list[Group] = []
         for i in range(0, len(groups), self._size):
             part = groups[i : i + self._size]
-            lengths = [
-                c.num_sampled for group in part for c, counts in zip(group.completions, group.is_trained) if counts
-            ]
-            weight = rl_losses.entropy_weight(self._normaliser, lengths, self._max_completion_length)
+            lengths = np.array([c.num_sampled for group in part for c in group.completions], "int64")
+            trained = lengths[np.concatenate([group.is_trained for group in part])]
+            counted = lengths[np.concatenate([group.is_counted for group in part])]
+            weight = rl_losses.entropy_weight(self._normaliser, trained, counted, self._max_completion_length)
             weighted += [dataclasses.replace(group, entropy_weight=weight) for group in part]
         return weighted
 

@@ -107,11 +107,11 @@ def token_weights(kind: Normaliser, lengths: Sequence[int], max_length: int) -> 
     return np.repeat(factor, np.asarray(lengths, "int64")).astype("float32"), weight
 
 
-def entropy_weight(kind: Normaliser, lengths: Sequence[int], max_length: int) -> float:
+def entropy_weight(kind: Normaliser, lengths: Sequence[int], counted: Sequence[int], max_length: int) -> float:
     """Weight of a token's entropy in `LossTerms.total`, for which the entropy term is a mean over the tokens of the
-    global batch with every normaliser. Arguments as for `token_weights`, of the completions of the full global batch. 0
-    without tokens."""
-    _, weight = token_weights(kind, lengths, max_length)
+    global batch with every normaliser. Arguments as for `token_weights`, of the completions of the full global batch,
+    with those that count in the mean of the loss. 0 without tokens."""
+    _, weight = token_weights(kind, counted, max_length)
     return weight / sum(lengths) if len(lengths) else 0.0
 
 

@@ -173,6 +173,9 @@ class GrpoSection(ClippedPolicy):
     temperature of the rollout (as in PPO, Schulman et al. 2017, arXiv 1707.06347, eq. 9)."""
     mask_truncated: bool = False
     """Give truncated completions no gradient."""
+    count_truncated: bool = False
+    """With mask_truncated: count truncated completions in the mean of the loss, as if their loss was 0 (as in
+    ms-swift's overlong_filter). false: the mean is over the others."""
     overlong_buffer: PositiveInt | None = None
     """Length penalty of DAPO: in this many tokens before rollout.max_completion_length, or from the first token of a
     completion, up to 1 is subtracted from its reward, linearly. null: no penalty."""
@@ -205,6 +208,8 @@ class GrpoSection(ClippedPolicy):
         yield from super().unused()
         if self.beta == 0:
             yield "kl", "has no effect while beta is 0; set that too, or remove it"
+        if not self.mask_truncated:
+            yield "count_truncated", "has no effect without mask_truncated; set that too, or remove it"
         of_clip: Mapping[str, tuple[str, ...]] = {
             "cispo": ("epsilon", "dual_clip"),
             "sapo": ("epsilon", "epsilon_high", "dual_clip"),

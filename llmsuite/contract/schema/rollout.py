@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import ClassVar
 
-from llmsuite.contract.schema.numbers import NonNegativeInt, PositiveFloat, PositiveInt
+from llmsuite.contract.schema.numbers import Fraction, NonNegativeInt, PositiveFloat, PositiveInt
 from llmsuite.contract.schema.section import Section, subsections
 
 
@@ -26,6 +26,11 @@ class RolloutSection(Section):
     data.max_length has to hold prompt and completion."""
     temperature: PositiveFloat = 1.0
     """Logits are divided by it, in rollouts and in the loss."""
+    top_k: NonNegativeInt = 0
+    """Sample only from this many of the most likely tokens; 0 for all. The loss keeps the probabilities of the full
+    distribution, so ratios are 1 while the sampling weights are those that are trained. Evaluations sample so too."""
+    top_p: Fraction = 1.0
+    """Sample only from the most likely tokens that together reach this probability; the loss as with top_k."""
     batch_size: PositiveInt = 128
     """Completions that a rank samples in one batch. It changes memory and speed, not the completions."""
     dynamic_sampling: bool = False
@@ -45,6 +50,9 @@ class RolloutSection(Section):
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.dynamic_sampling and self.num_generations == 1:
             yield "dynamic_sampling", "compares the completions of a prompt, but num_generations is 1; set it to false"
+
+        if self.top_p == 0:
+            yield "top_p", "is 0, which leaves no token to sample from; set it above 0, or top_k to 1"
 
     def unused(self) -> Iterator[tuple[str, str]]:
         if not self.dynamic_sampling:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from llmsuite.plugins.suites.conversion.kinds import WORDS, number
+from llmsuite.contract.schema.degrees import launch_section
+from llmsuite.plugins.suites.conversion.kinds import WORDS, is_on, number
 from llmsuite.plugins.suites.conversion.refuse import Refusal
 from llmsuite.plugins.suites.suite import Run
 
 _LOSSES = ("grpo", "dapo", "dr_grpo", "cispo", "sapo")
 _TIME_LIMIT = 60.0
 """Seconds for one accuracy reward, whose own limits, after which it is 0, are below."""
-_OTHER_SAMPLING = "completions are sampled from the full distribution, so that its probabilities are those of the loss"
+_OTHER_SAMPLING = "rollouts have temperature, top_k and top_p"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +28,8 @@ class GrpoDefaults:
     loss: str
     rewards: Mapping[str, str]
     """Names of the suite's reward functions -> names of the rewards here that are the same functions."""
+    corrects_servers: bool = False
+    """True if the loss is weighted by the probabilities with which vLLM sampled, unless an argument turns it off."""
 
 
 def sections(run: Run, recipe: dict[str, Any], has_adapters: bool, defaults: GrpoDefaults) -> dict[str, Any]:
@@ -35,9 +38,16 @@ def sections(run: Run, recipe: dict[str, Any], has_adapters: bool, defaults: Grp
     size = run.integer("num_generations", 8)
     length = run.integer("max_completion_length", 512)
     temperature = float(run.number("temperature", defaults.temperature))
-    _count_prompts(run, recipe["train"], size)
+    _count_prompts(run, recipe, size)
     recipe["data"]["drop_last"] = True
-    rollout = {"num_generations": size, "max_completion_length": length, "temperature": temperature}
+    if recipe["data"].pop("num_workers", None):
+        run.note("data.num_workers: 0, because batches of a rollout cannot be prepared in advance")
+    rollout: dict[str, Any] = {
+        "num_generations": size,
+        "max_completion_length": length,
+        "temperature": temperature,
+        **_cut_sampling(run, defaults),
+    }
     rewards = _rewards(run, defaults)
     own = _own_section(run, has_adapters, defaults)
     if set(rewards) == {"trl_accuracy"} and own.get("scale_rewards") == "batch":
@@ -54,8 +64,27 @@ def sections(run: Run, recipe: dict[str, Any], has_adapters: bool, defaults: Grp
     return found
 
 
-def _count_prompts(run: Run, train: dict[str, Any], size: int) -> None:
+def _cut_sampling(run: Run, defaults: GrpoDefaults) -> dict[str, Any]:
+    """Return `rollout.top_k` and `rollout.top_p`. The loss of both suites has the probabilities of the full
+    distribution too."""
+    found: dict[str, Any] = {}
+    top_k = run.integer("top_k", 0)
+    if top_k > 0:  # -1 means all tokens
+        found["top_k"] = top_k
+    top_p = float(run.number("top_p", 1.0))
+    if top_p != 1:
+        found["top_p"] = top_p
+    key = "vllm_importance_sampling_correction"
+    if found and defaults.corrects_servers and is_on(run.given("use_vllm")) and run.given(key) is not False:
+        why = f"is part of the weights of the loss with {key}, which is on by default; set that to false"
+        name = next(iter(found))
+        run.refuse(name, found[name], why)
+    return found
+
+
+def _count_prompts(run: Run, recipe: dict[str, Any], size: int) -> None:
     """Set the batch sizes of prompts, of which each has `size` completions."""
+    train = recipe["train"]
     completions = train["global_batch_size"]
     micro = train["micro_batch_size"]
     per_step = completions // (micro * run.data_ranks)
@@ -67,17 +96,51 @@ def _count_prompts(run: Run, train: dict[str, Any], size: int) -> None:
     again = run.integer("num_iterations", 1)
     if again != 1:
         run.refuse("num_iterations", again, "each completion is trained on once")
-    if size < 1 or completions % (size * run.data_ranks):
-        run.refuse(
-            "num_generations",
-            size,
-            f"a step has {completions} completions; expected a multiple of num_generations times the {run.data_ranks} "
-            "data ranks, as the completions of a prompt stay on one of them",
-        )
+    if size < 1 or completions % size:
+        run.refuse("num_generations", size, f"a step has {completions} completions; expected a multiple of it")
         return
     prompts = completions // size
+    if prompts % run.data_ranks:
+        _use_fewer_ranks(run, recipe, prompts)
     train["global_batch_size"] = prompts
     train["micro_batch_size"] = math.gcd(max(1, micro // size), prompts // run.data_ranks)
+
+
+def _use_fewer_ranks(run: Run, recipe: dict[str, Any], prompts: int) -> None:
+    """Set the number of data ranks to a divisor of the prompts of a step, because the completions of a prompt stay on
+    one of them, and divide matrices over the other devices where the model allows it. No number of the training depends
+    on either."""
+    total = run.data_ranks
+    problems = _tensor_problems(run)
+    degrees = [
+        (ranks, tensor)
+        for ranks in range(1, min(prompts, total) + 1)
+        for tensor in range(1, total // ranks + 1)
+        if prompts % ranks == 0 and (tensor == 1 or not problems(tensor))
+    ]
+    ranks, tensor = max(degrees, key=lambda degree: (degree[0] * degree[1], degree[0]))
+    run.data_ranks = ranks
+    if tensor > 1:
+        recipe["parallel"]["tensor_parallel_degree"] = tensor
+    if ranks * tensor < total:
+        recipe["launch"] = launch_section(ranks * tensor)
+    if ranks == 1:
+        recipe["parallel"].pop("sharding", None)
+    run.note(
+        f"launch: the {prompts} prompts of a step are on {ranks} data ranks, as the completions of a prompt stay on one "
+        f"of them; {ranks * tensor} of {total} devices are used, with parallel.tensor_parallel_degree {tensor}"
+    )
+
+
+def _tensor_problems(run: Run) -> Callable[[int], list[str]]:
+    """Return the function from a tensor-parallel degree to the reasons why the model cannot have it; of a model whose
+    sizes are not known it cannot."""
+    plan = run.family.shard_plan
+    preset = run.family.presets.get(run.preset or "")
+    if plan is None or preset is None:
+        return lambda degree: ["the sizes of the model are not known"]
+    config = run.family.config_cls(**preset)
+    return lambda degree: list(plan.problems(config, degree))
 
 
 def _rewards(run: Run, defaults: GrpoDefaults) -> dict[str, float]:
@@ -171,8 +234,6 @@ def _is_other_than(*values: Any) -> Any:
 
 
 REFUSED: Mapping[str, Refusal] = {
-    "top_k": Refusal(_OTHER_SAMPLING, _is_other_than(-1, 0)),
-    "top_p": Refusal(_OTHER_SAMPLING, _is_other_than(1)),
     "min_p": Refusal(_OTHER_SAMPLING, _is_other_than(0)),
     "repetition_penalty": Refusal(_OTHER_SAMPLING, _is_other_than(1)),
     "generation_kwargs": Refusal(_OTHER_SAMPLING),
@@ -192,7 +253,7 @@ IGNORED: Mapping[str, str] = {
     "wandb_log_unique_prompts": "metrics go to the terminal and to metrics.jsonl",
     "num_completions_to_print": "metrics go to the terminal and to metrics.jsonl",
     "ref_model_*": "belongs to sync_ref_model",
-    **dict.fromkeys(("top_k", "top_p", "min_p"), "completions are sampled from the full distribution"),
+    **dict.fromkeys(("top_k", "top_p", "min_p"), "generation is a command of its own: llmsuite generate"),
     **dict.fromkeys(("repetition_penalty", "top_entropy_quantile"), "has its default value"),
 }
 TRANSLATIONS: Mapping[str, str] = {
@@ -201,6 +262,8 @@ TRANSLATIONS: Mapping[str, str] = {
     "num_generations": "rollout.num_generations",
     "max_completion_length": "rollout.max_completion_length",
     "temperature": "rollout.temperature",
+    "top_k": "rollout.top_k",
+    "top_p": "rollout.top_p",
     "num_generations_eval": "eval_rollout.num_generations",
     "steps_per_generation": "grpo.updates, which is 1",
     "generation_batch_size": "grpo.updates, which is 1",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite.base.errors import UserError
-from llmsuite.base.safe_files import exists
+from llmsuite.base.safe_files import exists, read_regular
 from llmsuite.plugins.suites import grpo, model, swift_arguments, swift_templates, trainer
 from llmsuite.plugins.suites.conversion.arguments import read_command
 from llmsuite.plugins.suites.conversion.kinds import ONE_OR_MAPPING, WORDS, is_on
@@ -193,6 +193,8 @@ def _rollouts(run: Run, recipe: dict[str, Any], has_adapters: bool) -> dict[str,
         run.note("data.max_length: longer prompts are dropped and counted; ms-swift truncates them on the left")
     elif strategy != "delete":
         run.refuse("truncation_strategy", strategy, "longer prompts are dropped")
+    if is_on(run.take("overlong_filter")):
+        found["grpo"] |= {"mask_truncated": True, "count_truncated": True}
     for key, usual in (("advantage_estimator", "grpo"), ("loss_scale", "last_round")):
         value = run.take(key)
         if value not in (None, usual):
@@ -376,11 +378,22 @@ def _system(run: Run) -> dict[str, Any]:
     """Return `data.system`, where the two characters \\n are a line break."""
     given = run.given("system")
     if isinstance(given, str) and given.endswith(".txt"):
-        run.refuse("system", run.take("system"), "is a file; write its text into data.system")
-        return {}
+        return _system_file(run, given)
     weights = str(run.given(run.suite.model_key))
     found = model.system(run, "system", not swift_templates.has_no_system(weights))
     return {key: text.replace("\\n", "\n") for key, text in found.items()}
+
+
+def _system_file(run: Run, name: str) -> dict[str, str]:
+    """Return `data.system` with the text of a file, which is relative to the directory of the command."""
+    run.take("system")
+    try:
+        text = read_regular(Path(name)).decode("utf-8")
+    except (UserError, OSError, UnicodeDecodeError) as error:
+        run.refuse("system", name, f"is a file that cannot be read here; write its text into data.system ({error})")
+        return {}
+    run.note(f"data.system: the text of {name}")
+    return {"system": text}
 
 
 def _names(run: Run) -> dict[str, str]:

@@ -20,7 +20,7 @@ _LOSSES = {
     "kto": {"kto": "kto", "apo_zero_unpaired": "apo_zero"},
 }
 _GRPO = grpo.GrpoDefaults(
-    beta=0.0, temperature=1.0, loss="dapo",
+    beta=0.0, temperature=1.0, loss="dapo", corrects_servers=True,
     rewards={"accuracy_reward": "trl_accuracy", "think_format_reward": "trl_think_format"},
 )  # fmt: skip
 _QUERIES_AND_VALUES = ("llama", "qwen")

@@ -120,6 +120,22 @@ def _stale(context: RuleContext) -> Iterator[Violation]:
         )
 
 
+def _cut_sampling(context: RuleContext) -> Iterator[Violation]:
+    rollout = context.rollout
+    if rollout is None:
+        return
+    for key, is_cut in (("top_k", rollout.top_k > 0), ("top_p", rollout.top_p < 1)):
+        value = value_at(rollout, key)
+        if is_cut and rollout.engine != "local":
+            message = f"is {value}, but engine {rollout.engine} samples from the full distribution"
+            yield f"rollout.{key}", f"{message}; remove it, or set rollout.engine to local"
+        corrects = isinstance(context.section, CorrectsRollouts) and context.section.rollout_correction != "none"
+        if is_cut and corrects:
+            name = context.stage.section_name
+            message = f"is {value}, but {name}.rollout_correction needs the probabilities of the full distribution"
+            yield f"rollout.{key}", f"{message}; remove it, or set that to none"
+
+
 def _no_server(context: RuleContext) -> Iterator[Violation]:
     rollout = context.rollout
     if rollout is not None and rollout.engine == "openai" and not value_at(rollout, "openai").urls:
@@ -177,6 +193,12 @@ ROLLOUT_RULES = (
         "stale completions are off-policy, and the other two assume fresh ones",
         (),
         _stale,
+    ),
+    Rule(
+        "`rollout.top_k` or `rollout.top_p` with another engine than local, or with a `rollout_correction`",
+        "tokens are sampled from a part of the distribution, and their log-probabilities are of all of it",
+        (),
+        _cut_sampling,
     ),
     Rule("`rollout.engine` openai without `urls`", "there is no server to sample from", (), _no_server),
     Rule(

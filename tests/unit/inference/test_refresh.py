@@ -123,6 +123,19 @@ def test_tokens_are_sampled_with_their_probabilities(temperature: float) -> None
     assert np.abs(logprobs - expected[tokens]).max() <= 1e-6
 
 
+@pytest.mark.parametrize(("top_k", "top_p", "kept"), [(3, 1.0, 3), (0, 0.8, 2), (4, 0.96, 3), (1, 1.0, 1), (9, 1.0, 5)])
+def test_tokens_are_sampled_from_the_most_likely_ones(top_k: int, top_p: float, kept: int) -> None:
+    """The log-probabilities stay those of the full distribution."""
+    probabilities = np.array([0.1, 0.5, 0.03, 0.35, 0.02])
+    logits = (np.log(probabilities) * 0.5).astype("float32")
+    uniforms = (np.arange(20_000) + 0.5) / 20_000
+    sampled = [sample_by_uniform(logits, 0.5, uniform, top_k, top_p) for uniform in uniforms]
+    shares = np.bincount([token for token, _ in sampled], minlength=5) / len(sampled)
+    expected = np.where(probabilities >= np.sort(probabilities)[::-1][kept - 1], probabilities, 0)
+    assert np.abs(shares - expected / expected.sum()).max() <= 1e-3
+    assert all(abs(logprob - np.log(probabilities[token])) <= 1e-5 for token, logprob in sampled)
+
+
 def test_temperature_zero_takes_the_most_likely_token() -> None:
     for logits, expected in (([0.0, 3.0, 1.0], 1), ([2.0, 1.0, 0.0], 0)):
         token, logprob = sample_by_uniform(np.array(logits, "float32"), 0.0, 0.999)

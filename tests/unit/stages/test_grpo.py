@@ -150,7 +150,7 @@ def test_the_entropy_is_a_mean_over_tokens_whatever_the_loss_is(registry: Regist
     live = model()
     counted = [c for g in groups() for c, counts in zip(g.completions, g.is_trained) if counts]
     normaliser = {"dapo": "token_mean", "grpo": "sequence_mean", "dr_grpo": "constant"}[loss]
-    weight = rl_losses.entropy_weight(normaliser, [len(c.ids) for c in counted], 7)  # type: ignore[arg-type]
+    weight = rl_losses.entropy_weight(normaliser, *[[len(c.ids) for c in counted]] * 2, 7)  # type: ignore[arg-type]
     weighed = [dataclasses.replace(group, entropy_weight=weight) for group in groups()]
 
     def value(coef: float, size: int) -> float:

@@ -97,7 +97,7 @@ def test_rollouts_weigh_entropies_by_their_own_global_batch(registry: Registry) 
     made = stage(registry, *words, *rl)
     first, second = _roll(made, [[1.0, np.nan, 0.0, 0.0, 0.0], [1.0] * 5]).samples
     assert (first.entropy_weight, second.entropy_weight) == (4 / 12, 5 / 15)
-    assert rl_losses.entropy_weight("sequence_mean", [], 7) == 0.0
+    assert rl_losses.entropy_weight("sequence_mean", [], [], 7) == 0.0
 
 
 def test_truncated_completions_are_masked_or_cost(registry: Registry) -> None:
@@ -112,6 +112,27 @@ def test_truncated_completions_are_masked_or_cost(registry: Registry) -> None:
     # of 7 tokens 3: longer than a completion may be, the buffer begins with the first
     whole = ["--grpo.overlong_buffer=205", "--grpo.advantage=reinforce", "--grpo.scale_rewards=none"]
     assert _roll(stage(registry, *whole), rewards).samples[0].advantages == pytest.approx([1 - 3 / 7, -3 / 7])
+
+
+def test_masked_completions_count_in_the_mean_of_the_loss(registry: Registry) -> None:
+    """As overlong_filter of ms-swift, which divides by all completions of the batch."""
+    rewards = [[1.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
+    for loss, of_all in (("grpo", 6), ("dr_grpo", 6), ("dapo", 18)):
+        words = [f"--grpo.loss={loss}", "--grpo.mask_truncated=true", "--grpo.count_truncated=true"]
+        made = stage(registry, *words)
+        rolled = _roll(made, rewards, truncated=True)
+        batch = made.collate(rolled.samples)
+        assert batch["weight"] == of_all, loss
+        assert not batch["weights"].any()
+    fresh = _roll(stage(registry, *words), rewards)
+    assert all((sample.is_counted == sample.is_trained).all() for sample in fresh.samples)
+    failed = _roll(stage(registry, *words, "--reward.max_failed=0.5"), [[1.0, np.nan, 0.0], [1.0, 0.0, 0.0]])
+    assert [sample.is_counted.sum() for sample in failed.samples] == [2, 3]  # those without a reward do not count
+
+
+def test_entropies_have_the_weight_of_what_counts() -> None:
+    assert rl_losses.entropy_weight("sequence_mean", [2, 4], [2, 4, 6], 7) == 3 / 6
+    assert rl_losses.entropy_weight("token_mean", [2, 4], [2, 4, 6], 7) == 12 / 6
 
 
 def _sampled(registry: Registry, stream: Stream, first: Sequence[int], *words: str) -> Any:

@@ -52,7 +52,7 @@ def test_a_word_of_others_hints_at_the_key(key: str, hint: str, registry: Regist
         ("grpo.clip_ratio_high", "did you mean 'grpo.epsilon_high'?"),
         ("grpo.delta", "did you mean 'grpo.dual_clip'?"),  # not beta
         ("reward.reward_funcs", "did you mean 'reward.functions'?"),
-        ("rollout.top_p", UNSUPPORTED_KEYS["rollout.top_p"]),  # that of the section generation is for something else
+        ("rollout.min_p", UNSUPPORTED_KEYS["rollout.min_p"]),  # that of the section generation is for something else
     ],
 )
 def test_hints_of_online_rl(key: str, hint: str, registry: Registry) -> None:

@@ -3,6 +3,7 @@ functions."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,9 +99,9 @@ def test_losses(converted: Converted) -> None:
         ({"loss_type": "cispo"}, "epsilon_high = 0.2: is the bound of the ratio"),
         ({"importance_sampling_level": "sequence_token"}, "importance_sampling_level = sequence_token"),
         ({"scale_rewards": "gdpo"}, "scale_rewards = gdpo"),
-        ({"top_p": 0.9}, "top_p = 0.9: completions are sampled from the full distribution"),
+        ({"min_p": 0.1}, "min_p = 0.1: rollouts have temperature, top_k and top_p"),
         ({"dynamic_sample": True}, "dynamic_sample = True"),
-        ({"overlong_filter": True}, "overlong_filter = True"),
+        ({"system": "prompt.txt"}, "system = prompt.txt: is a file that cannot be read here"),
         ({"advantage_estimator": "rloo"}, "advantage_estimator = rloo"),
         ({"kl_in_reward": True}, "kl_in_reward = True"),
         ({"tau_pos": 2}, "tau_pos = 2"),
@@ -114,6 +115,59 @@ def test_other_jobs_are_refused(values: dict[str, Any], message: str, converted:
     with pytest.raises(UserError) as refused:
         converted("from-swift", {**SWIFT, **values})
     assert message in str(refused.value)
+
+
+def test_sampling_from_the_most_likely_tokens(converted: Converted) -> None:
+    rollout = converted("from-swift", {**SWIFT, "top_k": 50, "top_p": 0.9}).recipe["rollout"]
+    assert (rollout["top_k"], rollout["top_p"]) == (50, 0.9)
+    whole = converted("from-swift", {**SWIFT, "top_k": -1, "top_p": 1.0}).recipe["rollout"]
+    assert not {"top_k", "top_p"} & set(whole)
+    cut = {**TRL, "top_k": 9}
+    assert converted("from-trl", cut, stage="grpo").recipe["rollout"]["top_k"] == 9
+    served = {**cut, "use_vllm": True}
+    with pytest.raises(UserError, match="top_k = 9: is part of the weights of the loss"):
+        converted("from-trl", served, stage="grpo")
+
+
+def test_truncated_completions_count(converted: Converted) -> None:
+    section = converted("from-swift", {**SWIFT, "overlong_filter": True}).recipe["grpo"]
+    assert (section["mask_truncated"], section["count_truncated"]) == (True, True)
+    assert "mask_truncated" not in converted("from-swift", {**SWIFT, "overlong_filter": False}).recipe["grpo"]
+
+
+def test_a_system_turn_in_a_file(converted: Converted, tmp_path: Path) -> None:
+    """Its text is as it is: no line breaks are written as two characters there."""
+    (tmp_path / "prompt.txt").write_text("Think.\nAnswer \\n.", encoding="utf-8")
+    found = converted("from-swift", {**SWIFT, "system": "prompt.txt"})
+    assert found.recipe["data"]["system"] == "Think.\nAnswer \\n."
+    assert "data.system: the text of prompt.txt" in found.notes
+    (tmp_path / "prompt.txt").write_bytes(b"\xff")
+    with pytest.raises(UserError, match=r"system = prompt\.txt: is a file that cannot be read here"):
+        converted("from-swift", {**SWIFT, "system": "prompt.txt"})
+
+
+def test_groups_that_are_split_over_ranks_stay_on_one(converted: Converted) -> None:
+    """Fewer data ranks have the prompts of a step, and matrices are divided over the other devices where the model
+    allows it."""
+
+    def places(model: str, devices: int, size: int, **values: Any) -> Any:
+        full = {**SWIFT, "tuner_type": "full", "deepspeed": "zero2", "model": model, "NPROC_PER_NODE": devices}
+        one = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
+        found = converted("from-swift", {**full, **one, "num_generations": size, **values})
+        recipe = found.recipe
+        assert any(note.startswith("launch: the ") for note in found.notes)
+        assert recipe["train"]["micro_batch_size"] == 1
+        parallel = recipe["parallel"] if "parallel" in recipe else {}
+        tensor = parallel.get("tensor_parallel_degree", 1)
+        return recipe["train"]["global_batch_size"], recipe["launch"], tensor, parallel.get("sharding")
+
+    big = "Qwen/Qwen2.5-32B-Instruct"  # 40 heads, of which 8 are keys and values
+    assert places(big, 8, 8) == (1, {"num_devices": 8}, 8, None)
+    assert places(big, 8, 4) == (2, {"num_devices": 8}, 4, "stage2")
+    assert places("Qwen/Qwen2.5-7B-Instruct", 8, 8) == (1, {"num_devices": 4}, 4, None)  # 28 heads, 4
+    assert places("Qwen/Qwen2.5-7B-Instruct", 6, 3, gradient_accumulation_steps=2) == (
+        4, {"num_devices": 4}, 1, "stage2",
+    )  # fmt: skip
 
 
 def test_trl_names_its_command(converted: Converted) -> None:

@@ -289,7 +289,7 @@ def test_adapters_and_losses(converted: Converted) -> None:
         ({**BARE, "dataset": None}, "has no dataset"),
         ({**BARE, "val_dataset": ["a.jsonl", "b.jsonl"]}, "sets of data.eval have"),
         ({**BARE, "columns": '{"a": "query"}'}, "columns = "),
-        ({**BARE, "system": "brief.txt"}, "system = brief.txt: is a file"),
+        ({**BARE, "system": "brief.txt"}, "system = brief.txt: is a file that cannot be read here"),
         ({**BARE, "dataset": "a.jsonl#5", "dataset_shuffle": False}, "dataset = a.jsonl#5: chooses the first or last"),
         ({**BARE, "split_dataset_ratio": 1}, r"split_dataset_ratio = 1\.0: leaves no row for training"),
         (
