@@ -14,6 +14,7 @@ import numpy as np
 from llmsuite.base.errors import UserError
 from llmsuite.base.typing import Tensor
 from llmsuite.contract.registry import Registry
+from llmsuite.engine.critic import Critic
 from llmsuite.engine.data_loader import StepDataLoader
 from llmsuite.engine.rollouts import RolloutDataLoader, RolloutEngine
 from llmsuite.engine.trainer import Trainer
@@ -174,6 +175,8 @@ def rehearse_steps(
     with collective.without_others(others):
         trainer = Trainer(plan, registry)
         give_routing(trainer.built.part.chunks, routing)
+        if isinstance(trainer.critic, Critic):
+            give_routing(trainer.critic.built.part.chunks, routing)
         trainer.built.part.train()
         observer.built()
         if trainer.rollouts is None:

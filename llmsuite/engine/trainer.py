@@ -200,7 +200,7 @@ class Trainer:
         # only rank 0 compares and writes it: its digest reads all data files
         files = None
         others_digest = "" if reference is None else reference.digest
-        if data.stage is not None and collective.rank() == 0:
+        if data.stage is not None and collective.rank() == 0 and backend.has_values:  # else nothing is resumed
             files = file_digests(plan.data, data.stage)
             others_digest += teacher_digest(plan.train.teacher, registry.models)
         record = RunRecord.from_recipe(plan.loaded, plan.output_dir)

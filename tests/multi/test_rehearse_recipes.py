@@ -16,6 +16,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "llama/qlora": (),
     "llama/grpo": (),
     "llama/ppo": (),
+    "llama/gkd": ("--gkd.teacher=null",),
     "qwen/kto": (),
     "qwen_moe/sft": ("--routing=worst",),
     "deepseek/deepseek-v2-lite-lora": (),

@@ -18,8 +18,9 @@ from llmsuite.contract.registry import PluginInfo, Registry
 from llmsuite.contract.specs import Command
 from llmsuite.recipe.fetch import fetch_names
 from llmsuite.recipe.load import REMOVE
-from llmsuite.recipe.plans import ModelPlan, ParallelPlan, TrainPlan
+from llmsuite.recipe.plans import ModelPlan, ParallelPlan
 from llmsuite.recipe.resolve import RunPlan, plan_run
+from llmsuite.recipe.teacher import TeacherPlan
 
 if TYPE_CHECKING:
     from llmsuite.contract.schema.degrees import Degrees
@@ -109,7 +110,7 @@ def plan_to_rehearse(args: Any, registry: Registry) -> RunPlan:
     """The run to rehearse, on the virtual device. Raises UserError where it cannot be."""
     plan = plan_run(args.recipe, args.overrides, registry)
     plan.check_trains("rehearse")
-    refuse(plan.model, plan.parallel, plan.train)
+    refuse(plan.model, plan.parallel, plan.train.teacher)
     # three rollouts, where a rollout has several steps
     steps = {**_STEPS_ONLY, "train.max_steps": _NUM_STEPS * max(1, plan.train.profile.updates)}
     if plan.train.stage.name == "pretrain":
@@ -117,7 +118,7 @@ def plan_to_rehearse(args: Any, registry: Registry) -> RunPlan:
     return plan_run(args.recipe, [*args.overrides, f"--device={_DEVICE}"], registry, layers=[("rehearse", steps)])
 
 
-def refuse(model: ModelPlan, parallel: ParallelPlan, train: TrainPlan) -> None:
+def refuse(model: ModelPlan, parallel: ParallelPlan, teacher: TeacherPlan | None) -> None:
     """Raise UserError for what cannot be rehearsed yet."""
     engine = parallel.engine
     if parallel.degrees.auto_parallel:
@@ -125,10 +126,10 @@ def refuse(model: ModelPlan, parallel: ParallelPlan, train: TrainPlan) -> None:
             f"rehearse: family {model.family.name} places its parameters in its own code, which cannot be rehearsed "
             "yet; start it with --train.max_steps=2"
         )
-    if train.profile.teacher is not None:
-        raise UserError(f"rehearse: stage {train.stage.name} has a teacher, which cannot be rehearsed yet")
     if engine.compiles_steps:
         raise UserError("engine.program: is step, which cannot be rehearsed yet; set it to layers")
+    if teacher is not None and teacher.shard_plan.gates:
+        raise UserError(f"{teacher.key}: is a model with experts, which cannot be rehearsed as a teacher yet")
 
 
 def _memory(name: str) -> int:

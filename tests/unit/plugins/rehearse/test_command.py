@@ -53,7 +53,18 @@ def test_a_later_stage_gets_the_numbers_of_its_own_pipeline() -> None:
         (["recipes/llama/sft.json", "--hardware=abacus"], "'abacus' is not known"),
         (["recipes/llama/sft.json", "--ranks=999"], "--ranks: 999"),
         (["recipes/llama/sft.json", "--trace=a.json"], "--trace: shows times, which need --hardware"),
-        (["recipes/llama/gkd.json"], "stage gkd has a teacher, which cannot be rehearsed yet"),
+        (
+            [
+                "recipes/qwen/gkd.json",
+                "--model.family=qwen_moe",
+                "--model.weights=null",
+                "--model.preset=qwen3-30b-a3b",
+                "--model.tokenizer=data/tokenizer",
+                "--gkd.teacher=null",
+                "--gkd.teacher_preset=qwen3-30b-a3b",
+            ],
+            "gkd.teacher: is a model with experts, which cannot be rehearsed as a teacher yet",
+        ),
         (["recipes/llama/sft-program.json"], "engine.program: is step, which cannot be rehearsed yet"),
     ],
 )

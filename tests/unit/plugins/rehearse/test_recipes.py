@@ -18,7 +18,6 @@ FAMILIES = sorted({recipe.split("/")[1] for recipe in RECIPES})
 REFUSED = {
     "infer.json": "does not train",
     "-program.json": "engine.program: is step, which cannot be rehearsed yet",
-    "/gkd.json": "stage gkd has a teacher, which cannot be rehearsed yet",
 }
 """Ends of names of recipes, and what is wrong with them."""
 
