@@ -32,7 +32,8 @@ FURTHER = {
         "large_files lattice longer_runs lora lora_further lora_ga machines matrix merge_distcp mtp mutations "
         "notebooks order overlap own_disks packing paddle_scripts pipelines plugin_examples ppo ppo_engine prefix "
         "program_expert_pipelines program_guard program_options program_pipelines program_rollouts programs python qat "
-        "rank_programs reft rehearse removals report_page reported_resumes restarts rollout_engine rollouts saving "
+        "rank_programs reft rehearse rehearse_recipes removals report_page reported_resumes restarts rollout_engine "
+        "rollouts saving "
         "serve_adapters serve_ranks sim_further sim_removals sim_stages split_kernels standin standin_further "
         "standin_programs studio_page token_accuracy traffic upstream vocabulary weighted_turns windows"
     ),

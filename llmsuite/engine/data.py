@@ -301,6 +301,7 @@ def make_stage(
         padding_free=padding_free,
         load_teacher=teacher,
         caches_tokens=True,
+        caches_logps=device.has_values,
     )
     assert isinstance(train_plan.stage, StageSpec), "only stages are trained"
     return _stage_class(train_plan.stage, train_plan.profile)(train_plan.stage_section, context)

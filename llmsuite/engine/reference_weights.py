@@ -51,7 +51,12 @@ class ReferenceWeights:
 
 
 def load_reference_weights(
-    model_plan: ModelPlan, train_plan: TrainPlan, registry: Registry, built: BuiltModel, mesh: Mesh
+    model_plan: ModelPlan,
+    train_plan: TrainPlan,
+    registry: Registry,
+    built: BuiltModel,
+    mesh: Mesh,
+    has_values: bool = True,
 ) -> ReferenceWeights | None:
     """Load the weights for pre-passes of kind "reference"; None without such a pre-pass. Each rank reads its slices.
 
@@ -61,6 +66,7 @@ def load_reference_weights(
         registry: model families that the model directory may belong to.
         built: the model, which has its initial weights.
         mesh: coordinates of this rank.
+        has_values: False on a device that computes nothing, where no file is opened.
 
     Raises:
         UserError: the reference has another shape than the model.
@@ -68,7 +74,7 @@ def load_reference_weights(
     profile = train_plan.profile
     if all(prepass.kind != "reference" for prepass in profile.prepasses):
         return None
-    if profile.reference is None:
+    if profile.reference is None or not has_values:
         return ReferenceWeights([(shard, shard.copy_of_stored()) for shard in built.shards])
     path = local_weights(profile.reference)
     if collective.rank() == 0:  # one rank hashes the files: each byte is read once

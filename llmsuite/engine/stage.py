@@ -93,6 +93,8 @@ class StageContext:
     """Loads the teacher of `StageProfile.teacher`; see `teacher`."""
     caches_tokens: bool = False
     """True where `encode` uses the token cache."""
+    caches_logps: bool = True
+    """False where log-probabilities of the model are not stored for later runs, as nobody computes them."""
 
     @property
     def model_digest(self) -> str:

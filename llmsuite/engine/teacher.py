@@ -38,7 +38,10 @@ def load_teacher(
         UserError: its files cannot be read, or it has other tokens than the model.
     """
     mesh = _tensor_mesh()
-    if plan.weights is None:
+    if not device.has_values:  # no file is opened
+        built = unfilled(plan.family, plan.config, device, plan.precision, mesh)
+        teacher = filled(built, plan.family, device, plan.precision, mesh, read=None)
+    elif plan.weights is None:
         report(f"{plan.key}: random values, from seed {plan.seed}")
         built = unfilled(plan.family, plan.config, device, plan.precision, mesh)
         alone = built if mesh.degrees.tp == 1 else unfilled(plan.family, plan.config, device, plan.precision)

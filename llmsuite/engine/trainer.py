@@ -46,6 +46,7 @@ from llmsuite.engine.early_stopping import EarlyStopping
 from llmsuite.engine.evaluate import evaluate
 from llmsuite.engine.fetching import fetch_missing, fetched_checkpoint
 from llmsuite.engine.generation import GenerationEvaluation
+from llmsuite.engine.given_rollouts import given_rollout_engine
 from llmsuite.engine.guard import Guard
 from llmsuite.engine.local_storage import claim_directory, find_local_storage, leads
 from llmsuite.engine.lora_ga import GradientInit, init_from_gradients
@@ -172,14 +173,12 @@ class Trainer:
         self._digest = built.digest + self.critic.digest
         digests["model"] = built.digest
         prepasses = [prepass.kind for prepass in plan.train.profile.prepasses]
-        reference = load_reference_weights(plan.model, plan.train, registry, built, mesh)
+        reference = load_reference_weights(plan.model, plan.train, registry, built, mesh, backend.has_values)
         with_reference = contextlib.nullcontext if reference is None else reference.active
         passes = Passes(data.stage, built.part, plan.parallel.schedule, prepasses, with_reference)
         self.rollouts: RolloutEngine | None = None
         if plan.train.profile.updates:
-            self.rollouts = rollout_engine(
-                plan.model, plan.train, precision, plan.output_dir, backend, mesh, built, data.stage
-            )
+            self.rollouts = self._make_rollout_engine(precision)
         self.generation: GenerationEvaluation | None = None
         if plan.train.generation.max_new_tokens is not None:
             max_length = plan.data.section.max_length
@@ -201,7 +200,7 @@ class Trainer:
         # only rank 0 compares and writes it: its digest reads all data files
         files = None
         others_digest = "" if reference is None else reference.digest
-        if data.stage is not None and collective.rank() == 0:
+        if data.stage is not None and collective.rank() == 0 and backend.has_values:  # else nothing is resumed
             files = file_digests(plan.data, data.stage)
             others_digest += teacher_digest(plan.train.teacher, registry.models)
         record = RunRecord.from_recipe(plan.loaded, plan.output_dir)
@@ -513,6 +512,17 @@ class Trainer:
             tokenizer,
             is_padding_free,
         )
+
+    def _make_rollout_engine(self, precision: str) -> RolloutEngine:
+        """Build the rollout engine; on a device without values one that samples nothing."""
+        plan = self.plan
+        stage = self.data.stage
+        if self.backend.has_values:
+            return rollout_engine(
+                plan.model, plan.train, precision, plan.output_dir, self.backend, self.mesh, self.built, stage
+            )
+        stop_ids = None if stage is None else stage.context.tokenizer.stop_token_ids()
+        return given_rollout_engine(plan.model, plan.train, precision, self.backend, self.mesh, stop_ids, self.built)
 
     def _make_engine(self, passes: Passes) -> TrainEngine:
         """Build the engine of the run: each step is one program, or passes and an update."""

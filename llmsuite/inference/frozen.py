@@ -57,9 +57,11 @@ def unfilled(family: ModelFamily, config: Any, device: DeviceBackend, precision:
         return build_padded(family, config, device.ops(precision), mesh.degrees.tp)
 
 
-def filled(built: Any, family: ModelFamily, device: DeviceBackend, precision: str, mesh: Mesh, read: ReadSlice) -> Any:
+def filled(
+    built: Any, family: ModelFamily, device: DeviceBackend, precision: str, mesh: Mesh, read: ReadSlice | None
+) -> Any:
     """Fill a model of `unfilled` with values, and split it over the ranks of `mesh`. `read` returns the values of the
-    parameters of the model, with the padding of the vocabulary."""
+    parameters of the model, with the padding of the vocabulary; None on a device that has no values."""
     dtype = device.parameter_dtype(precision)
     parallelize_inference(built, family.shard_plan or UNSHARDED, mesh, read, dtype)
     built.eval()

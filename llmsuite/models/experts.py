@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import paddle
 import paddle.nn.functional as F
 from paddle import nn
@@ -64,6 +65,35 @@ class GroupedLinear(nn.Layer, WithMatmul):
         return self.in_program(x, weight, counts)
 
 
+class RowCounts:
+    """Copies the number of rows of each expert to the host: the shapes of all that follows depend on it. Another one,
+    for a device that computes nothing, has numbers of its own."""
+
+    def here(self, counts: Tensor, num_rows: int, slots: Sequence[int] | None = None) -> list[int]:
+        """Number of rows of each expert of this card.
+
+        Args:
+            counts: these numbers on the device.
+            num_rows: rows of the tokens of this rank, for all experts together.
+            slots: the place in `counts` of each expert, len(counts) or more where it is on another rank; None where
+                this card has all experts, in their order.
+        """
+        found: list[int] = array_of(counts).tolist()
+        return found
+
+    def of_ranks(self, table: Tensor, own: Sequence[int]) -> np.ndarray:
+        """Number of rows that each rank of an expert parallel group has for each expert, [ranks x experts].
+
+        Args:
+            table: these numbers on the device.
+            own: those of this rank.
+        """
+        return array_of(table)
+
+
+READ_COUNTS = RowCounts()
+
+
 class TokenDispatcher:
     """The way of tokens to the experts that they have chosen, and of the outputs back, where this card has all experts.
     Other ones are for ranks that share the experts, and for programs."""
@@ -71,7 +101,7 @@ class TokenDispatcher:
     def run(self, experts: Experts, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Outputs of experts, with the arguments and the result of `Experts.forward`."""
         tokens = x.flatten(0, 1)
-        route = sort_rows(chosen.flatten(), experts.gate_proj.weight.shape[0])
+        route = sort_rows(chosen.flatten(), experts.gate_proj.weight.shape[0], experts.row_counts)
         with token_context.tokens(experts.row_keys(route)):
             rows = experts.rows(dispatch(tokens, route), route.counts)
         return combine(rows, weights.flatten(0, 1), route).reshape(x.shape)
@@ -83,6 +113,7 @@ class Experts(nn.Layer):
     def __init__(self, num_experts: int, hidden_size: int, width: int, ops: Ops):
         super().__init__()
         self.dispatcher = TokenDispatcher()
+        self.row_counts = READ_COUNTS
         self.swiglu = ops.swiglu
         self.dispatch_in_program = ops.experts.dispatch_rows
         self.combine_in_program = ops.experts.combine_rows
@@ -249,16 +280,20 @@ def _counts(experts: Tensor, order: Tensor, num_experts: int) -> Tensor:
     return ends - paddle.concat([paddle.zeros([1], ends.dtype), ends[:-1]])
 
 
-def sort_rows(experts: Tensor, num_experts: int) -> Route:
+def sort_rows(
+    experts: Tensor, num_experts: int, row_counts: RowCounts = READ_COUNTS, slots: Sequence[int] | None = None
+) -> Route:
     """Sort rows by expert.
 
     Args:
         experts: index of each row's expert, [T x k]; `num_experts` for rows whose expert is on another rank.
         num_experts: number of experts on this card.
+        row_counts: copies their numbers of rows to the host.
+        slots: see `RowCounts.here`.
     """
     with paddle.no_grad():
         order = paddle.argsort(experts, stable=True)
-        counts = array_of(_counts(experts, order, num_experts)).tolist()
+        counts = row_counts.here(_counts(experts, order, num_experts), experts.shape[0], slots)
         return Route(order[: sum(counts)], paddle.argsort(order), counts)
 
 

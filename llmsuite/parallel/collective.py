@@ -12,7 +12,7 @@ import itertools
 import os
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from llmsuite.devices.tensors import array_of, tensor_of
 from llmsuite.devices.variables import LOCAL_RANK, NUM_RANKS, RANK, check_addresses, number_in
 from llmsuite.launch import calls
 from llmsuite.parallel.mesh import RUN, Mesh
+from llmsuite.parallel.others import OtherRanks
 
 Number = Any
 """A float, or a scalar tensor on the device that has not been copied to the host yet."""
@@ -34,6 +35,7 @@ _NOTHING = types.SimpleNamespace(shape=(), dtype="")
 _LENGTH_BYTES = 8
 _SHORT = 2040
 _mesh = Mesh(Degrees(1, 1, 1, 1), 0)  # alone, until `start`
+_others = OtherRanks()
 
 
 def rank() -> int:
@@ -54,6 +56,23 @@ def num_ranks() -> int:
 def mesh() -> Mesh:
     """The mesh of this run, with this rank's coordinates in it."""
     return _mesh
+
+
+def others() -> OtherRanks:
+    """The numbers that the other ranks send."""
+    return _others
+
+
+@contextlib.contextmanager
+def without_others(given: OtherRanks) -> Iterator[None]:
+    """While active, this rank runs without the others: `given` has the numbers that they would send."""
+    global _others
+    before = _others
+    _others = given
+    try:
+        yield
+    finally:
+        _others = before
 
 
 def start(degrees: Degrees) -> Mesh:
@@ -173,7 +192,7 @@ def sum_array_over_loader_ranks(values: np.ndarray) -> np.ndarray:
     # None is the default group of all ranks: without middle stages all ranks load data
     group = mesh().loader_group if mesh().has_middle_stages else None
     _reduce(tensor, group, dist.ReduceOp.SUM)
-    return array_of(tensor)
+    return _others.sum_of_arrays(values, array_of(tensor))
 
 
 def broadcast_from_rank0(values: Sequence[float]) -> list[float]:
@@ -182,7 +201,8 @@ def broadcast_from_rank0(values: Sequence[float]) -> list[float]:
     It is a sum in which all ranks but 0 add zeros. The sum already takes numbers of the host and of the device, and
     its float64 result is exact, since x + 0 = x.
     """
-    return sum_over_run(values if rank() == 0 else [0.0] * len(values))
+    found = sum_over_run(values if rank() == 0 else [0.0] * len(values))
+    return _others.numbers_of_rank0(values, found)
 
 
 def all_gather_floats(values: Sequence[float]) -> list[list[float]]:

@@ -20,7 +20,7 @@ from paddle.autograd import PyLayer
 from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_local
 
 from llmsuite.base.typing import Tensor
-from llmsuite.devices.tensors import array_of, tensor_of
+from llmsuite.devices.tensors import tensor_of
 from llmsuite.models import token_context
 from llmsuite.models.dropout import RowDropout
 from llmsuite.models.experts import Experts, TokenDispatcher, check_experts, combine, dispatch, sort_rows
@@ -76,7 +76,8 @@ class ExpertParallelDispatcher(TokenDispatcher):
             x, weights, chosen = (self._plain(tensor) for tensor in (x, weights, chosen))
             # backward: each rank has the gradients that come from its own experts only
             x, weights = (SumGradients.apply(tensor, self._mesh.tensor_group) for tensor in (x, weights))
-        route = sort_rows(tensor_of(self._slots).index_select(chosen.flatten()), num_slots)
+        slots = tensor_of(self._slots).index_select(chosen.flatten())
+        route = sort_rows(slots, num_slots, experts.row_counts, self._slots.tolist())
         keys = experts.row_keys(route)
         rows = self._through_experts(experts, dispatch(x.flatten(0, 1), route), route.counts, keys)
         y = combine(rows, weights.flatten(0, 1), route).reshape(shape)
@@ -101,7 +102,8 @@ class ExpertParallelDispatcher(TokenDispatcher):
             with token_context.tokens(keys):
                 return experts.rows(rows, counts, self._local)
         # how many rows each rank sends: receivers need the sizes before the rows, so this comes first
-        table = array_of(collective.all_gather(tensor_of(counts, dtype="int64"), group))
+        gathered = collective.all_gather(tensor_of(counts, dtype="int64"), group)
+        table = experts.row_counts.of_ranks(gathered, counts)
         table = table.reshape(ep, ep, self._num_here)  # rows from each rank to each rank's experts
         to_here = table[:, group.rank]
         sent = table[group.rank].sum(-1).tolist()

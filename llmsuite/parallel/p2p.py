@@ -17,20 +17,9 @@ from llmsuite.base.spans import span
 from llmsuite.base.typing import Tensor
 from llmsuite.devices.tensors import array_of, tensor_of
 from llmsuite.launch import calls
-from llmsuite.parallel import edges
+from llmsuite.parallel import collective, edges
 from llmsuite.parallel.edges import Channel
 from llmsuite.parallel.mesh import Mesh
-
-
-class HeaderObserver:
-    """Follows the headers of the activations that a rank sends and receives; this one does nothing."""
-
-    def sent(self, header: Sequence[int]) -> None:
-        """A header was sent to the next part."""
-
-    def arrived(self, header: Sequence[int]) -> Sequence[int]:
-        """The header to go on with, where this one has arrived from the previous part."""
-        return header
 
 
 class P2PChannels:
@@ -53,7 +42,6 @@ class P2PChannels:
         self._groups: dict[Channel, Any] = {channel: groups.get(channel) for channel in own_channels}
         self._tasks: list[Any] = []
         self._senders: dict[bool, queue.Queue[Callable[[], None]]] = {}
-        self.header_observer = HeaderObserver()
         if any(group is not None and dist.get_backend(group) != "GLOO" for group in self._groups.values()):
             self._open(edges.channels(own, ring))
 
@@ -95,15 +83,15 @@ class P2PChannels:
             threading.Thread(target=_send_all, args=(self._senders[forward],), daemon=True).start()
         self._senders[forward].put(job)
 
-    def send_header(self, header: Sequence[int]) -> None:
-        """Send a header of activations, see `edges.HEADER_LENGTH`, to the next part."""
+    def send_header(self, header: Sequence[int], chunk: int = 0) -> None:
+        """Send a header of activations of a chunk, see `edges.HEADER_LENGTH`, to the next part."""
         self.send(tensor_of(header, dtype="int64"), forward=True)
-        self.header_observer.sent(header)
+        collective.others().header_sent(header, chunk)
 
     def receive_header(self) -> Sequence[int]:
         """Receive a header of activations from the previous part."""
         header: list[int] = array_of(self.receive([edges.HEADER_LENGTH], "int64", forward=True)).tolist()
-        return self.header_observer.arrived(header)
+        return collective.others().header(header)
 
     def _forget_finished(self) -> None:
         """Free the sends that are done. A group of Paddle's keeps a record of each until `wait` is called for one of

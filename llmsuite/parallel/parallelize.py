@@ -133,8 +133,8 @@ def parallelize_without_values(model: Any, strategy: Strategy) -> None:
     _recompute(model, strategy)
 
 
-def parallelize_inference(model: Any, plan: ShardPlan, mesh: Mesh, read: ReadSlice, dtype: str) -> None:
-    """Parallelize a model for inference: values, experts and tensor parallel."""
+def parallelize_inference(model: Any, plan: ShardPlan, mesh: Mesh, read: ReadSlice | None, dtype: str) -> None:
+    """Parallelize a model for inference: values, experts and tensor parallel. `read` as for `materialize`."""
     materialize(model, plan, mesh, read, dtype)
     apply_expert_parallel(model, plan, mesh)
     apply_tensor_parallel(model, plan, mesh, sequence_parallel=False)

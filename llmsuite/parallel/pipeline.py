@@ -37,7 +37,7 @@ from llmsuite.parallel import edges
 from llmsuite.parallel.chunked_loss import ChunkedLosses
 from llmsuite.parallel.loss_ledger import total_of
 from llmsuite.parallel.mesh import Mesh
-from llmsuite.parallel.p2p import HeaderObserver, P2PChannels
+from llmsuite.parallel.p2p import P2PChannels
 from llmsuite.parallel.schedule import Action
 from llmsuite.parallel.tensor import local_value, reshard
 from llmsuite.parallel.token_metadata import clear_padding_marks, mark_padding, pack_token_values, unpack_token_values
@@ -129,11 +129,6 @@ class PipelineStage:
     def model(self) -> Any:
         """The chunk that a training stage calls."""
         return self.chunks[self._data_chunk]
-
-    def observe_headers(self, observer: HeaderObserver) -> None:
-        """Follow the headers of activations; nothing where there is no pipeline."""
-        if self._channels is not None:
-            self._channels.header_observer = observer
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter of this rank, by its full name."""
@@ -400,18 +395,18 @@ class PipelineStage:
         part = chunk * pp + self._mesh.coordinate["pp"]
         num_parts = len(self.chunks) * pp
         if edges.target(part, num_parts, forward=True) is not None:
-            self._send(y, marks)
+            self._send(y, marks, chunk)
         return y
 
-    def _send(self, y: Tensor, document_starts: Tensor | None) -> None:
-        """Send activations to the next part. Under sequence parallel a rank sends its part of them, but all document
-        starts."""
+    def _send(self, y: Tensor, document_starts: Tensor | None, chunk: int = 0) -> None:
+        """Send activations of a chunk to the next part. Under sequence parallel a rank sends its part of them, but all
+        document starts."""
         local = local_value(y).detach()
         length = 0 if document_starts is None else document_starts.shape[1]
         contents: dict[edges.Content, Tensor | None] = {"document_starts": document_starts, "activations": local}
         assert self._channels is not None
         # in the order of `edges`, in which the next rank receives; the first message has the shapes of the others
-        self._channels.send_header([*local.shape, length, edges.dtype_code(local.dtype)])
+        self._channels.send_header([*local.shape, length, edges.dtype_code(local.dtype)], chunk)
         for message in edges.messages(True, local.shape, length)[1:]:
             self._channels.send(contents[message.content], forward=True)
 

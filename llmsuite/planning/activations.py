@@ -99,6 +99,9 @@ class ActivationSettings:
     """Bytes of an element that such a product keeps of its input; None for `num_bytes`."""
     keeps_inputs: frozenset[str] = frozenset()
     """Modules of `adapted` whose adapters keep the input of their matrix too, and a head that is trained itself."""
+    expands_sum_gradients: bool = False
+    """True where the gradient of a sum over a vocabulary that is cut is a tensor over all of it: so Paddle 3.3.1
+    computes it in eager passes, by its rules of distributed tensors."""
     inner_bytes: int | None = None
     """Bytes of an element between the products of a gated MLP without biases; None for `num_bytes`."""
     loss_chunk: int | None = None

@@ -32,19 +32,26 @@ def temporaries(
 ) -> float:
     """Bytes of temporaries of the logits in their backward pass. `largest_gradient` is that of a parameter outside of
     the layers, in bytes."""
-    # forward: logits in addition to the softmax; backward: its gradient; a fused kernel works in place. 16-bit logits
-    # are copied to float32 first
+    # forward: float32 logits in addition to the softmax; backward: its gradient; a fused kernel works in place
     wide = 4
     if "cross_entropy" in settings.fused and settings.tp == 1 and not settings.entropy:
         wide = 0
     wide += 4 if settings.entropy else 0  # the gradient of the exponentials, in addition to that of the logits
     wide += 4 * _COMPARED if settings.compares else 0
-    if settings.num_bytes < 4:
-        wide += settings.num_bytes
-    each = shape_spec.vocabulary / settings.tp * wide
+    # 16-bit logits are freed when their float32 copy is there; their gradient replaces what is wide, which is freed
+    # before the product that makes the gradient of the head's matrix
+    narrow = settings.num_bytes if settings.num_bytes < 4 else 0
+    has_copies = settings.entropy or settings.compares
+    local_vocabulary = shape_spec.vocabulary / settings.tp
+    each = local_vocabulary * (wide + narrow if has_copies else max(wide, narrow))
+    expanded = 0.0
+    if settings.expands_sum_gradients:  # then this rank's part of it, of both sums over the vocabulary
+        expanded = 4 * shape_spec.vocabulary * (1 + 2 / settings.tp)
     chunk = _chunk_size(batch, settings)
     if chunk == batch.supervised:
-        return chunk * each + largest_gradient
+        in_product = chunk * local_vocabulary * (narrow or wide) + largest_gradient
+        return max(chunk * each, in_product, chunk * expanded)
+    each = max(each, expanded)
     # the sum over earlier chunks, and the gradient of this one
     return chunk * (each + _logits_bytes(shape_spec, settings)) + 2 * largest_gradient
 

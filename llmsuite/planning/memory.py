@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from llmsuite.contract.schema.recipe import TrainSection
 from llmsuite.contract.schema.stage_keys import HasDocumentMask
 from llmsuite.contract.specs import StageProfile
+from llmsuite.models.head import EMBEDDINGS
 from llmsuite.models.mtp import num_mtp_layers
 from llmsuite.models.shape_spec import Latent, MoE, ShapeSpec
 from llmsuite.models.targets import HEAD
@@ -154,6 +155,7 @@ def activation_settings(layout: Layout, profile: StageProfile) -> ActivationSett
         keeps_trained_only=layout.uses_device_matmul and model_plan.is_frozen,
         input_bytes=2 if layout.fuses_projections and not (layout.adapted and tp > 1) else None,
         keeps_inputs=keeps_inputs,
+        expands_sum_gradients=tp > 1 and not engine.compiles_steps,
         inner_bytes=2 if rounds_activations else None,
         head_bytes=2 if rounds_attention else None,
     )
@@ -291,7 +293,8 @@ def _memory_of_rank(
         return kept[parts[action.chunk], batches[action.micro_batch]]
 
     largest = max(batches, key=lambda b: b.rows * b.length**2)
-    buffers = _buffers(layout, shape_spec, stage, held, largest, settings)
+    of_first_part = kept[0, largest] if 0 in parts else 0.0
+    buffers = _buffers(layout, shape_spec, stage, held, largest, settings, of_first_part)
     buffers += _in_buckets(layout.buckets(mesh), backend.overlaps_communication)
     masters = float(sum(h.master_bytes for h in held))
     moments = float(sum(h.moment_bytes(train) for h in held))
@@ -385,10 +388,12 @@ def _buffers(
     held: Sequence[LocalParameter],
     batch: MicroBatch,
     settings: ActivationSettings,
+    of_first_part: float,
 ) -> float:
     """The largest set of temporaries of a pass, besides the activations it keeps.
 
-    A backward pass frees memory as it goes: the head's before the last layer, that of its MLP before its attention.
+    A backward pass frees memory as it goes: the head's before the last layer, that of its MLP before its attention, and
+    `of_first_part`, what the first part of the model keeps, before the gradient of the embedding is made.
     """
     top = layout.bounds[max(layout.parts_of(stage)) + 1] - 1
     head_kept = head = 0.0
@@ -396,9 +401,14 @@ def _buffers(
     scores_only = layout.model_plan.is_scored
     if is_last:
         head_kept = head_kept_bytes(shape_spec, batch, settings, scores_only)
-    largest_in_layer = _largest(h for h in held if h.layer is not None)
+    largest_in_layer = _accumulated(h for h in held if h.layer is not None)
+    outside = [h for h in held if h.layer is None]
     if is_last and not scores_only:
-        head = temporaries(shape_spec, batch, settings, _largest(h for h in held if h.layer is None))
+        head = temporaries(shape_spec, batch, settings, _largest(outside))
+    # the gradient of the logits is freed before that of the head's matrix is added, and all of a pass before that of
+    # the embedding
+    head = max(head, _accumulated(h for h in outside if h.name not in EMBEDDINGS) - head_kept)
+    embedding = _accumulated(h for h in outside if h.name in EMBEDDINGS) - of_first_part
     layer = shape_spec.layers[top]
     e = settings.num_bytes
     heads = layer.attention.heads / settings.tp
@@ -422,7 +432,7 @@ def _buffers(
     # of a stack, one matrix at a time
     sizes = (h.num_values / (h.local_shape[0] if h.is_expert else 1) for h in held if h.is_codes)
     dequantised = _DEQUANTISED * max(sizes, default=0.0)
-    return max(head, in_mlp, in_attention, forward, 0.0) + _gathered(held) + dequantised
+    return max(head, embedding, in_mlp, in_attention, forward, 0.0) + _gathered(held) + dequantised
 
 
 _UPDATED = 56
@@ -437,19 +447,27 @@ def _in_buckets(buckets: Iterable[Sequence[LocalParameter]], overlaps: bool) -> 
     """Bytes of the largest bucket of gradients, in addition to the gradients copied into it.
 
     Gradients that are reduced in each backward pass wait unsharded until their bucket is full. With `overlaps` a bucket
-    that is sent during the passes is freed when the next one is ready.
+    that is sent during the passes is freed when the next one is ready. A gradient alone in its bucket is not copied.
     """
     most = 0.0
     for bucket in buckets:
+        is_sent_in_passes = bucket[0].reduces_each_pass
+        times = overlaps if is_sent_in_passes else 0
         if len(bucket) > 1:
-            times = 1 + (1 + overlaps if bucket[0].reduces_each_pass else 0)
-            most = max(most, float(times * bucket[0].gradient_width * sum(held.sum_size for held in bucket)))
+            times += 1 + is_sent_in_passes
+        most = max(most, float(times * bucket[0].gradient_width * sum(held.sum_size for held in bucket)))
     return most
 
 
 def _largest(held: Iterable[LocalParameter]) -> float:
     """Bytes of the largest gradient: that of a micro-batch lives in addition to the sum over earlier ones."""
     return max((h.size * h.num_bytes for h in held if h.has_gradient), default=0)
+
+
+def _accumulated(held: Iterable[LocalParameter]) -> float:
+    """Bytes of the largest gradient of a micro-batch with the float32 copy that is added to the sum over earlier ones
+    (`sharding.ParameterShard`), where the parameter has a master."""
+    return max((h.size * (h.num_bytes + (4 if h.has_master else 0)) for h in held if h.has_gradient), default=0)
 
 
 def _gathered(held: Sequence[LocalParameter]) -> float:

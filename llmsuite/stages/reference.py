@@ -16,7 +16,7 @@ from llmsuite.base.progress import track
 from llmsuite.devices.tensors import array_of
 from llmsuite.engine.stage import StageContext
 from llmsuite.stages.answers import Answer, answer_logps, pack_rows
-from llmsuite.stages.reference_cache import ReferenceCache, complete
+from llmsuite.stages.reference_cache import LogpStore, NoCache, ReferenceCache, complete
 
 _CHUNK_SIZE = 1 << 13
 """Answers that are held in memory and looked up together."""
@@ -96,7 +96,10 @@ class Reference:
             # as many passes on every rank: with sharding stage 3 each pass gathers the parameters
             return self._score(model, found[rank], -(-len(largest) // self._batch_size), largest)
 
-        return complete(ReferenceCache(self._context.model_digest), keys, compute)
+        cache: LogpStore = NoCache()
+        if self._context.caches_logps:
+            cache = ReferenceCache(self._context.model_digest)
+        return complete(cache, keys, compute)
 
     def logps_of(self, answers: Sequence[Answer]) -> np.ndarray:
         """The log-probabilities of answers that were passed to `compute`, [A] float64."""

@@ -13,6 +13,7 @@ import math
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -33,6 +34,27 @@ def answer_key(prompt: Sequence[int], answer: Sequence[int]) -> str:
         ids = np.asarray(part, dtype="<i8")
         digest.update(len(ids).to_bytes(8, "little") + ids.tobytes())
     return digest.hexdigest()
+
+
+class LogpStore(Protocol):
+    """Log-probabilities by key."""
+
+    def lookup(self, keys: Iterable[str]) -> dict[str, float]:
+        """The entries of those keys that are stored."""
+
+    def store(self, entries: Mapping[str, float]) -> None:
+        """Add entries."""
+
+
+class NoCache:
+    """A `LogpStore` that stores nothing."""
+
+    def lookup(self, keys: Iterable[str]) -> dict[str, float]:
+        """No entry."""
+        return {}
+
+    def store(self, entries: Mapping[str, float]) -> None:
+        """Do nothing."""
 
 
 class ReferenceCache:
@@ -74,7 +96,7 @@ class ReferenceCache:
 
 
 def complete(
-    cache: ReferenceCache, keys: Sequence[str], compute: Callable[[list[list[int]], int], Mapping[str, float]]
+    cache: LogpStore, keys: Sequence[str], compute: Callable[[list[list[int]], int], Mapping[str, float]]
 ) -> tuple[dict[str, float], int]:
     """Look up every key, and compute the missing ones, a part on each rank. A collective call: every data-loading rank
     has to make it.

@@ -173,6 +173,26 @@ def what_is_alive_is_known() -> None:
     del held
 
 
+def pinned_memory_is_address_space_too() -> None:
+    import paddle
+
+    backend = VirtualBackend()
+    x = paddle.empty([50 * GIB // 2], "bfloat16")
+    before = resident_bytes()
+    for copy, kind in ((backend.to_host, kinds.READ), (backend.to_device, kinds.UPLOAD)):
+        moved: list[Any] = []
+        made = recorded(lambda copy=copy, x=x, moved=moved: moved.append(copy(x)))
+        (record,) = (record for record in made if record.kind not in (kinds.KERNEL, kinds.WAIT))
+        assert (record.kind, record.bytes) == (kind, 50 * GIB)
+        assert made[-1].kind == kinds.WAIT, "the host waits for the copy"
+        (x,) = moved
+    assert reserved_bytes()[2] >= 50 * GIB
+    assert resident_bytes() - before < 64 << 20
+    assert paddle.device.get_device() == f"{backend.name}:0"
+    values = backend.to_device(backend.to_host(paddle.to_tensor([3, 4])))
+    assert values.tolist() == [3, 4]
+
+
 def memory_ends() -> None:
     import paddle
 
@@ -195,6 +215,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         attention_weights_take_no_memory,
         reads_and_waits_are_located,
         what_is_alive_is_known,
+        pinned_memory_is_address_space_too,
         memory_ends,
     )
 }

@@ -44,6 +44,7 @@ def stage(
     model_digest: str = "model",
     micro_batch_size: int = 2,
     length_multiple: int = 1,
+    caches_logps: bool = True,
     **section: Any,
 ) -> DpoStage:
     """A stage as a run makes it; `section` are keys of the recipe's section `dpo`."""
@@ -64,6 +65,7 @@ def stage(
         initial_digest=lambda: model_digest,
         length_multiple=length_multiple,
         report=report,
+        caches_logps=caches_logps,
     )
     return DpoStage(DpoSection(**section), context)
 

@@ -14,6 +14,8 @@ from llmsuite.plugins.rehearse.library import LIBRARY, loaded_library, plugin_di
 
 NAME = "virtual_gpu"
 """The name of the device, for recipes and for Paddle, whose Python takes the paths of a GPU where "gpu" is in it."""
+PINNED = 1
+"""Number of a second device, whose memory stands for the pinned memory of the host: address space, too."""
 MEMORY = "LLMSUITE_REHEARSE_MEMORY"
 """Environment variable with the bytes of device memory beyond which allocations fail."""
 
@@ -39,7 +41,12 @@ class VirtualBackend(CustomBackend):
         }
 
     def rank_environment(self, local_rank: int) -> dict[str, str]:
-        return {self._selected: "0", "CUSTOM_DEVICE_ROOT": str(plugin_directory(LIBRARY))}
+        return {self._selected: f"0,{PINNED}", "CUSTOM_DEVICE_ROOT": str(plugin_directory(LIBRARY))}
+
+    def to_host(self, tensor: Any) -> Any:
+        import paddle
+
+        return tensor._copy_to(paddle.CustomPlace(self.name, PINNED), True)
 
     def activate(self, local_rank: int) -> None:
         super().activate(local_rank)

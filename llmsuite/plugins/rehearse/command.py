@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -17,8 +18,9 @@ from llmsuite.contract.registry import PluginInfo, Registry
 from llmsuite.contract.specs import Command
 from llmsuite.recipe.fetch import fetch_names
 from llmsuite.recipe.load import REMOVE
-from llmsuite.recipe.plans import ModelPlan, ParallelPlan, TrainPlan
+from llmsuite.recipe.plans import ModelPlan, ParallelPlan
 from llmsuite.recipe.resolve import RunPlan, plan_run
+from llmsuite.recipe.teacher import TeacherPlan
 
 if TYPE_CHECKING:
     from llmsuite.contract.schema.degrees import Degrees
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
 _DIRECTORY = "LLMSUITE_REHEARSE_DIRECTORY"
 """Environment variable by which the process of a rank knows where its report goes."""
 _STEPS_ONLY = {
-    "train.max_steps": 3,
     "train.num_epochs": REMOVE,
     "train.eval_steps": REMOVE,
     "train.early_stopping": REMOVE,
@@ -36,6 +37,8 @@ _STEPS_ONLY = {
     "loggers": REMOVE,
 }
 """Keys of the recipe that a rehearsal replaces or leaves out."""
+_NUM_STEPS = 3
+"""Steps of a rehearsal, as in `rank`, which imports Paddle."""
 _DEVICE = "virtual_gpu"
 
 
@@ -45,7 +48,8 @@ def add_arguments(parser: Any) -> None:
         "--ranks",
         type=str,
         default=None,
-        help="the ranks to rehearse, such as 0,5 (default: one of the first and of the last pipeline stage)",
+        help="the ranks to rehearse, such as 0,5; stages: one of each pipeline stage (default: one of the first and of "
+        "the last)",
     )
     parser.add_argument(
         "--hardware",
@@ -56,6 +60,12 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument(
         "--trace", type=str, default=None, help="write the step in time for chrome://tracing; needs --hardware"
     )
+    parser.add_argument(
+        "--routing",
+        choices=("balanced", "worst"),
+        default="balanced",
+        help="tokens of experts: as many for each, or all for the same ones (default: balanced)",
+    )
     parser.add_argument("--json", action="store_true", help="print the counts as JSON")
     parser.epilog = "Any key of the recipe can be overridden, as with `llmsuite run`."
 
@@ -65,9 +75,9 @@ def run(args: Any, registry: Registry) -> int:
 
     if _DEVICE not in registry.devices:
         registry.require(PluginInfo(_DEVICE, "llmsuite", device.__name__, plugin=device))
-    plan = _plan(args, registry)
+    plan = plan_to_rehearse(args, registry)
     if _DIRECTORY in os.environ:  # this is the process of a rank
-        return _run_rank(plan, registry, Path(os.environ[_DIRECTORY]), args.hardware)
+        return _run_rank(plan, registry, Path(os.environ[_DIRECTORY]), args)
     if args.trace is not None and args.hardware is None:
         raise UserError("--trace: shows times, which need --hardware")
     degrees = plan.parallel.degrees
@@ -80,11 +90,11 @@ def run(args: Any, registry: Registry) -> int:
     with scratch_directory("llmsuite-rehearse-") as scratch:
         for rank in ranks_in_order(ranks, degrees):
             print(f"rank {rank} of {degrees.num_ranks}", file=sys.stderr, flush=True)
-            headers = headers_for(reports, rank, degrees)
-            reports.append(_rehearse(plan.parallel, rank, scratch / str(rank), memory, headers))
+            sent = sent_to(reports, rank, degrees)
+            reports.append(_rehearse(plan.parallel, rank, scratch / str(rank), memory, sent))
         if args.trace is not None:
             _write_trace(Path(args.trace), scratch, ranks)
-    shown = [report for report in reports if report["rank"] in ranks]
+    shown = [{key: value for key, value in r.items() if key != "sent"} for r in reports if r["rank"] in ranks]
     from llmsuite.plugins.rehearse.show import show_rank
 
     if args.json:
@@ -96,15 +106,19 @@ def run(args: Any, registry: Registry) -> int:
     return 1 if any("error" in report for report in reports) else 0
 
 
-def _plan(args: Any, registry: Registry) -> RunPlan:
+def plan_to_rehearse(args: Any, registry: Registry) -> RunPlan:
     """The run to rehearse, on the virtual device. Raises UserError where it cannot be."""
-    plan = plan_run(args.recipe, [*args.overrides, f"--device={_DEVICE}"], registry, layers=[("rehearse", _STEPS_ONLY)])
+    plan = plan_run(args.recipe, args.overrides, registry)
     plan.check_trains("rehearse")
-    refuse(plan.model, plan.parallel, plan.train)
-    return plan
+    refuse(plan.model, plan.parallel, plan.train.teacher)
+    # three rollouts, where a rollout has several steps
+    steps = {**_STEPS_ONLY, "train.max_steps": _NUM_STEPS * max(1, plan.train.profile.updates)}
+    if plan.train.stage.name == "pretrain":
+        steps["pretrain.split"] = REMOVE  # it holds samples back for evaluations
+    return plan_run(args.recipe, [*args.overrides, f"--device={_DEVICE}"], registry, layers=[("rehearse", steps)])
 
 
-def refuse(model: ModelPlan, parallel: ParallelPlan, train: TrainPlan) -> None:
+def refuse(model: ModelPlan, parallel: ParallelPlan, teacher: TeacherPlan | None) -> None:
     """Raise UserError for what cannot be rehearsed yet."""
     engine = parallel.engine
     if parallel.degrees.auto_parallel:
@@ -112,19 +126,10 @@ def refuse(model: ModelPlan, parallel: ParallelPlan, train: TrainPlan) -> None:
             f"rehearse: family {model.family.name} places its parameters in its own code, which cannot be rehearsed "
             "yet; start it with --train.max_steps=2"
         )
-    if train.profile.updates:
-        raise UserError(f"rehearse: stage {train.stage.name} samples completions, which cannot be rehearsed yet")
     if engine.compiles_steps:
         raise UserError("engine.program: is step, which cannot be rehearsed yet; set it to layers")
-    if engine.offload_optimizer:
-        raise UserError("engine.offload_optimizer: is true, which would fill the memory of this host; set it to false")
-    if parallel.num_chunks > 1:
-        raise UserError("parallel.pipeline_schedule: is interleaved, which cannot be rehearsed yet; set it to 1F1B")
-    if model.shard_plan.gates:
-        raise UserError(
-            f"rehearse: family {model.family.name} sends tokens to experts by numbers that nobody computes; it cannot "
-            "be rehearsed yet"
-        )
+    if teacher is not None and teacher.shard_plan.gates:
+        raise UserError(f"{teacher.key}: is a model with experts, which cannot be rehearsed as a teacher yet")
 
 
 def _memory(name: str) -> int:
@@ -136,23 +141,18 @@ def _memory(name: str) -> int:
 
 
 def ranks_to_rehearse(given: str | None, degrees: Degrees) -> list[int]:
-    """The ranks to rehearse, in order. Raises UserError for one that is not there, or cannot be rehearsed yet."""
-    each = degrees.num_ranks // degrees.pp
-    last_stage = degrees.pp - 1
+    """The ranks to rehearse, in order. Raises UserError for one that is not there."""
+    each = degrees.num_ranks // degrees.pp  # stages are the outermost axis
     if given is None:
-        return sorted({0, last_stage * each})
+        return sorted({0, degrees.num_ranks - each})
+    if given == "stages":
+        return list(range(0, degrees.num_ranks, each))
     words = given.split(",")
     if not all(word.isascii() and word.isdecimal() for word in words):
-        raise UserError(f"--ranks: is {given!r}; give numbers of ranks with commas between, such as 0,5")
+        raise UserError(f"--ranks: is {given!r}; give numbers of ranks with commas between, such as 0,5, or stages")
     ranks = sorted({int(word) for word in words})
     if ranks[-1] >= degrees.num_ranks:
         raise UserError(f"--ranks: {ranks[-1]} is none of the {degrees.num_ranks} ranks of {degrees}, counted from 0")
-    # these ranks load no data: they get the number of samples from rank 0
-    if middle := next((rank for rank in ranks if 0 < rank // each < last_stage), None):
-        raise UserError(
-            f"--ranks: {middle} is in the middle of a pipeline, which cannot be rehearsed yet; name one of the first "
-            f"stage, 0 to {each - 1}, or of the last, {last_stage * each} to {degrees.num_ranks - 1}"
-        )
     return ranks
 
 
@@ -166,26 +166,27 @@ def ranks_in_order(ranks: list[int], degrees: Degrees) -> list[int]:
     return sorted({*ranks, *(first_stage_rank(rank, degrees) for rank in ranks)})
 
 
-def headers_for(reports: list[dict[str, Any]], rank: int, degrees: Degrees) -> list[list[int]]:
-    """The headers that the first pipeline stage of a rank sends; none for a rank of it."""
+def sent_to(reports: list[dict[str, Any]], rank: int, degrees: Degrees) -> dict[str, Any]:
+    """The numbers that the first rank of a rank's pipeline has sent, see `engine.rehearsal.Sent`; none for that rank
+    itself."""
     first = first_stage_rank(rank, degrees)
     if rank == first:
-        return []
+        return {"headers": [], "numbers": []}
     report = next(report for report in reports if report["rank"] == first)
     if "error" in report:
         raise UserError(f"rank {first}, which sends to rank {rank}, failed: {report['error']['text']}")
-    found: list[list[int]] = report["headers"]
+    found: dict[str, Any] = report["sent"]
     return found
 
 
 def _rehearse(
-    plan: ParallelPlan, rank: int, directory: Path, memory: int | None, headers: list[list[int]]
+    plan: ParallelPlan, rank: int, directory: Path, memory: int | None, sent: dict[str, Any]
 ) -> dict[str, Any]:
     """Run one rank in a process of its own; returns its report."""
     from llmsuite.plugins.rehearse.backend import MEMORY
 
     directory.mkdir()
-    (directory / "headers.json").write_text(json.dumps(headers), encoding="utf-8")
+    (directory / "sent.json").write_text(json.dumps(sent), encoding="utf-8")
     degrees = plan.degrees
     local_rank = rank % plan.devices_per_machine
     backend = plan.device.factory()
@@ -229,17 +230,20 @@ def _write_trace(path: Path, scratch: Path, ranks: list[int]) -> None:
         path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
 
 
-def _run_rank(plan: RunPlan, registry: Registry, directory: Path, hardware_name: str | None) -> int:
+def _run_rank(plan: RunPlan, registry: Registry, directory: Path, args: Any) -> int:
     """Rehearse the rank of this process."""
     from llmsuite.devices.start import start_paddle
 
     start_paddle(plan.parallel.device.factory(), 1, join=True)
+    from llmsuite.engine.rehearsal import Sent
     from llmsuite.planning.cost import hardware
     from llmsuite.plugins.rehearse.rank import run_rank
 
-    headers = json.loads((directory / "headers.json").read_text(encoding="utf-8"))
-    device = None if hardware_name is None else hardware(hardware_name)
-    return run_rank(plan, registry, directory, headers, device)
+    sent = Sent.from_json(json.loads((directory / "sent.json").read_text(encoding="utf-8")))
+    device = None if args.hardware is None else hardware(args.hardware)
+    # nothing is written into the directory of the recipe: a run may lie there
+    plan = dataclasses.replace(plan, output_dir=directory / "output")
+    return run_rank(plan, registry, directory, sent, args.routing, device)
 
 
 COMMAND = Command(

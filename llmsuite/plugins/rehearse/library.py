@@ -56,9 +56,9 @@ def loaded_library() -> ctypes.CDLL:
     return ctypes.CDLL(str(Path(os.environ["CUSTOM_DEVICE_ROOT"]) / f"lib{LIBRARY.name}.so"))
 
 
-def reserved_bytes() -> tuple[int, int]:
-    """Bytes that Paddle's allocator has taken of the device: now, and the most so far. More than is allocated: freed
-    memory is kept for later tensors, which may not fit into it."""
-    found = (ctypes.c_uint64 * 2)()
+def reserved_bytes() -> tuple[int, int, int]:
+    """Bytes that Paddle's allocator has taken: of the device now, the most of it so far, and the most of the host's
+    pinned memory. More than is allocated: freed memory is kept for later tensors, which may not fit into it."""
+    found = (ctypes.c_uint64 * 3)()
     loaded_library().rehearse_memory(found)
-    return found[0], found[1]
+    return found[0], found[1], found[2]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import json
 import os
 import re
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import paddle
 
 import llmsuite
 from llmsuite.contract.registry import Registry
-from llmsuite.engine.rehearsal import StepObserver, rehearse_steps
+from llmsuite.engine.rehearsal import Routing, Sent, StepObserver, rehearse_steps
 from llmsuite.planning.cost import Hardware
 from llmsuite.plugins.rehearse import records as kinds
 from llmsuite.plugins.rehearse.library import loaded_library, reserved_bytes
@@ -76,7 +77,7 @@ class _Counter(StepObserver):
             self.report["first_peak_bytes"] = peak
         elif number == _COUNTED:
             self.report["peak_bytes"] = peak
-            self.report["reserved_bytes"] = reserved_bytes()[1]
+            _, self.report["reserved_bytes"], self.report["host_bytes"] = reserved_bytes()
             self._count()
         if number == _LOCATED:
             self._note_alive()
@@ -115,7 +116,8 @@ def run_rank(
     plan: RunPlan,
     registry: Registry,
     directory: Path,
-    headers: Sequence[Sequence[int]],
+    sent: Sent,
+    routing: Routing,
     device: Hardware | None = None,
 ) -> int:
     """Rehearse the rank of this process.
@@ -124,7 +126,8 @@ def run_rank(
         plan: plan of the run.
         registry: registered stages and model families.
         directory: `report.json` is written there, and `trace.json` with the events of `timeline.trace_events`.
-        headers: see `rehearse_steps`.
+        sent: see `rehearse_steps`.
+        routing: of tokens to experts.
         device: figures by which times are predicted; None for no times.
 
     Returns:
@@ -134,10 +137,15 @@ def run_rank(
     counter = _Counter(directory, device, plan.parallel.devices_per_machine)
     code = 0
     try:
-        counter.report["headers"] = rehearse_steps(plan, registry, NUM_STEPS, counter, headers)
+        own = rehearse_steps(plan, registry, NUM_STEPS, counter, sent, routing)
+        counter.report["sent"] = dataclasses.asdict(own)
     except Exception as error:
         counter.failed(error)
         code = 1
+    if plan.model.shard_plan.gates:
+        counter.report["routing"] = routing
+    if plan.train.profile.updates:
+        counter.report["completion_length"] = plan.train.rollout.max_completion_length
     counter.report["rank"] = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
     counter.report["resident_bytes"] = _resident_bytes()
     (directory / "report.json").write_text(json.dumps(counter.report), encoding="utf-8")

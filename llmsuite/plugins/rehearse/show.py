@@ -22,12 +22,18 @@ def show_rank(report: Mapping[str, Any], strategy: str, memory: int | None) -> I
         yield from _show_error(report, memory)
     if report["steps"] < 2:
         return
-    yield "  a step runs to its end"
+    experts = f", with {report['routing']} experts" if "routing" in report else ""
+    yield f"  a step runs to its end{experts}"
+    if "completion_length" in report:
+        length = report["completion_length"]
+        yield f"  it trains on given completions of {length} tokens: sampling and rewards are not rehearsed"
     peak = f"{report['peak_bytes'] / _GIB:.2f}{_limit(memory)} GiB"
     yield (
         f"  memory: peak {peak}, {report['reserved_bytes'] / _GIB:.2f} GiB with what the allocator keeps; "
         f"{report['built_bytes'] / _GIB:.2f} GiB before the first step"
     )
+    if report.get("host_bytes"):
+        yield f"  {report['host_bytes'] / _GIB:.2f} GiB of pinned memory of the host"
     yield from _show_alive(report)
     host_seconds = report["host_seconds"]
     each = host_seconds / max(report["launches"], 1) * 1e6

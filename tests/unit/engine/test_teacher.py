@@ -46,6 +46,18 @@ def test_random_values_are_those_of_its_seed() -> None:
     assert (one["model.norm.weight"] == 1).all()
 
 
+def test_has_memory_only_where_nothing_is_computed(tmp_path: Path) -> None:
+    """Its files need not be there."""
+
+    class Virtual(CpuBackend):
+        has_values = False
+
+    teacher = load_teacher(plan_of(tmp_path / "missing"), {}, Virtual(), TextTokenizer(TOKENIZER))
+    shapes = {name: tuple(parameter.shape) for name, parameter in teacher.named_parameters()}
+    assert shapes == {name: value.shape for name, value in loaded(plan_of(None)).items()}
+    assert all(parameter.stop_gradient for parameter in teacher.parameters())
+
+
 def test_has_to_have_the_tokens_of_the_model(tmp_path: Path) -> None:
     tiny_llama.write(tmp_path, CONFIG, tokenizer=TOKENIZER)
     path = tmp_path / "tokenizer.json"

@@ -12,8 +12,9 @@ import pytest
 
 from llmsuite.base.errors import UserError
 from llmsuite.contract.schema.degrees import Degrees
-from llmsuite.parallel import p2p
+from llmsuite.parallel import collective, p2p
 from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.others import OtherRanks
 from llmsuite.parallel.pipeline import PipelineStage
 from llmsuite.parallel.schedule import Action
 
@@ -22,7 +23,6 @@ class Neighbours(p2p.P2PChannels):
     """Channels to nobody: they give what was laid ready, and keep what is sent."""
 
     def __init__(self, *messages: Any):
-        self.header_observer = p2p.HeaderObserver()
         self.messages = [paddle.to_tensor(m) for m in messages]
         self.sent = list[Any]()
 
@@ -93,27 +93,28 @@ def test_the_middle_passes_on_until_the_first_rank_lets_go() -> None:
     assert edges.sent == passed_on[:-1]
 
 
-class Told(p2p.HeaderObserver):
+class Told(OtherRanks):
     """Knows the header of what arrives, which no other rank sends."""
 
     def __init__(self) -> None:
-        self.seen = list[list[int]]()
+        self.seen = list[tuple[list[int], int]]()
 
-    def sent(self, header: Any) -> None:
-        self.seen.append(list(header))
+    def header_sent(self, header: Any, chunk: int) -> None:
+        self.seen.append((list(header), chunk))
 
-    def arrived(self, header: Any) -> list[int]:
-        assert header == [7, 7, 7, 7, 7]
+    def header(self, arrived: Any) -> list[int]:
+        assert arrived == [7, 7, 7, 7, 7]
         return [1, 1, 2, 0, 0]
 
 
-def test_headers_of_activations_are_observed() -> None:
+def test_a_rank_without_the_others_is_told_the_headers() -> None:
     edges: Any = Neighbours([7, 7, 7, 7, 7], [[[1.0, 3.0]]])
     stage = PipelineStage([Doubling()], Mesh(Degrees(3, 1, 1, 1), 1), 2, [], edges)
     told = Told()
-    stage.observe_headers(told)
-    stage.forward(Action(True, 0), None)
-    assert told.seen == [[1, 1, 2, 0, 0]]
+    with collective.without_others(told):
+        stage.forward(Action(True, 0), None)
+    assert told.seen == [([1, 1, 2, 0, 0], 0)]
+    assert not isinstance(collective.others(), Told)
     assert edges.sent[-1] == [[[2.0, 6.0]]]
 
 

@@ -218,6 +218,17 @@ def test_the_stage_computes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert fill(1, changed)[1] == "1 cached, 3 computed"
 
 
+def test_a_device_without_values_stores_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`llmsuite rehearse` would otherwise leave numbers that a real run of the same model takes for its own."""
+    monkeypatch.setenv("LLMSUITE_CACHE", str(isolated_cache(tmp_path)))
+    pairs, _ = dpo_case.pairs(dpo_case.stage(), dpo_case.rows(2))
+    for _ in range(2):
+        reported: list[str] = []
+        dpo_case.stage(report=reported.append, caches_logps=False).before_training(dpo_case.model(), pairs)
+        assert reported[-1] == "reference log-probabilities: 0 cached, 4 computed"
+    assert not (tmp_path / "reference-logps").exists()
+
+
 hashes = st.text("0123456789abcdef", min_size=64, max_size=64)
 
 

@@ -1,5 +1,6 @@
 // The runtime that Paddle's CustomDevice interface asks for, of a device that does nothing: its memory is address space,
-// of which only pages of small tensors are ever touched, and what is put on its streams is over at once.
+// of which only pages of small tensors are ever touched, and what is put on its streams is over at once. A second device
+// is the pinned memory of the host, which is address space too.
 #include <sys/mman.h>
 
 #include <cstring>
@@ -21,8 +22,11 @@ struct Event {
   int64_t number;
 };
 
+constexpr int kPinned = 1;
+constexpr int kNumDevices = 2;
+
 std::mutex memory_mutex;
-size_t used = 0, most_used = 0;
+size_t used[kNumDevices] = {}, most_used[kNumDevices] = {};
 int current_device = 0;
 
 size_t total() {
@@ -33,24 +37,25 @@ size_t total() {
 Stream* stream_at(C_Stream stream) { return stream_of(reinterpret_cast<const void*>(stream)); }
 Event* event_at(C_Event event) { return reinterpret_cast<Event*>(event); }
 
-C_Status allocate(const C_Device, void** address, size_t size) {
+C_Status allocate(const C_Device device, void** address, size_t size) {
   std::lock_guard<std::mutex> lock(memory_mutex);
-  if (used + size > total()) {
+  size_t& own = used[device->id];
+  if (device->id != kPinned && own + size > total()) {
     // as Paddle's allocator of GPUs: memory that is kept for later tensors is given back before this is an error
     PADDLE_THROW_BAD_ALLOC(common::errors::ResourceExhausted(
-        "Out of memory: a rank may take %d bytes, has taken %d, and needs %d more", total(), used, size));
+        "Out of memory: a rank may take %d bytes, has taken %d, and needs %d more", total(), own, size));
   }
   *address = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (*address == MAP_FAILED) return C_FAILED;
   madvise(*address, size, MADV_NOHUGEPAGE);  // a small tensor would touch 2 MiB
-  used += size;
-  most_used = std::max(most_used, used);
+  own += size;
+  most_used[device->id] = std::max(most_used[device->id], own);
   return C_SUCCESS;
 }
 
-C_Status release(const C_Device, void* address, size_t size) {
+C_Status release(const C_Device device, void* address, size_t size) {
   std::lock_guard<std::mutex> lock(memory_mutex);
-  used -= size;
+  used[device->id] -= size;
   return munmap(address, size) == 0 ? C_SUCCESS : C_FAILED;
 }
 
@@ -74,6 +79,18 @@ C_Status wait(const char* name, C_Stream stream, int64_t about) {
   return C_SUCCESS;
 }
 
+// A copy between the device and the pinned memory of the host, or within one of them. Only small tensors have values.
+C_Status move_between(const C_Device to_device, const C_Device from_device, C_Stream stream, void* to, const void* from,
+                      size_t size) {
+  if (to_device->id == from_device->id) return move(What::copy, stream, to, from, size);
+  if (size <= kSmall) std::memmove(to, from, size);
+  Work work;
+  work.bytes = size;
+  const bool is_read = to_device->id == kPinned;
+  note(is_read ? What::read : What::upload, stream_at(stream), is_read ? "read" : "upload", work);
+  return C_SUCCESS;
+}
+
 // A copy that the host waits for.
 C_Status move_now(What what, void* to, const void* from, size_t size) {
   move(what, nullptr, to, from, size);
@@ -87,8 +104,8 @@ void fill_device(C_DeviceInterface* f) {
   f->deinit_device = [](const C_Device) { return C_SUCCESS; };
   f->set_device = [](const C_Device device) { return current_device = device->id, C_SUCCESS; };
   f->get_device = [](const C_Device device) { return device->id = current_device, C_SUCCESS; };
-  f->get_device_count = [](size_t* count) { return *count = 1, C_SUCCESS; };
-  f->get_device_list = [](size_t* list) { return list[0] = 0, C_SUCCESS; };
+  f->get_device_count = [](size_t* count) { return *count = kNumDevices, C_SUCCESS; };
+  f->get_device_list = [](size_t* list) { return list[0] = 0, list[1] = kPinned, C_SUCCESS; };
   f->synchronize_device = [](const C_Device) { return wait("device", nullptr, -1); };
   // of an H100
   f->is_float16_supported = [](const C_Device, bool* yes) { return *yes = true, C_SUCCESS; };
@@ -145,8 +162,8 @@ void fill_memory(C_DeviceInterface* f) {
     return (*address = std::malloc(size)) ? C_SUCCESS : C_FAILED;
   };
   f->host_memory_deallocate = [](const C_Device, void* address, size_t) { return std::free(address), C_SUCCESS; };
-  f->device_memory_stats = [](const C_Device, size_t* all, size_t* free) {
-    return *all = total(), *free = total() - used, C_SUCCESS;
+  f->device_memory_stats = [](const C_Device device, size_t* all, size_t* free) {
+    return *all = total(), *free = total() - std::min(used[device->id], total()), C_SUCCESS;
   };
   f->device_min_chunk_size = [](const C_Device, size_t* size) { return *size = 256, C_SUCCESS; };
   f->device_max_chunk_size = [](const C_Device, size_t* size) { return *size = total(), C_SUCCESS; };
@@ -166,8 +183,10 @@ void fill_copies(C_DeviceInterface* f) {
   f->memory_copy_d2d = [](const C_Device, void* to, const void* from, size_t size) {
     return move(What::copy, nullptr, to, from, size);
   };
-  f->memory_copy_p2p = [](const C_Device, const C_Device, void* to, const void* from, size_t size) {
-    return move(What::copy, nullptr, to, from, size);
+  f->memory_copy_p2p = [](const C_Device to_device, const C_Device from_device, void* to, const void* from,
+                          size_t size) {
+    move_between(to_device, from_device, nullptr, to, from, size);
+    return wait("blocking copy", nullptr, -1);
   };
   f->async_memory_copy_h2d = [](const C_Device, C_Stream stream, void* to, const void* from, size_t size) {
     return move(What::upload, stream, to, from, size);
@@ -178,8 +197,10 @@ void fill_copies(C_DeviceInterface* f) {
   f->async_memory_copy_d2d = [](const C_Device, C_Stream stream, void* to, const void* from, size_t size) {
     return move(What::copy, stream, to, from, size);
   };
-  f->async_memory_copy_p2p = [](const C_Device, const C_Device, C_Stream stream, void* to, const void* from,
-                                size_t size) { return move(What::copy, stream, to, from, size); };
+  f->async_memory_copy_p2p = [](const C_Device to_device, const C_Device from_device, C_Stream stream, void* to,
+                                const void* from, size_t size) {
+    return move_between(to_device, from_device, stream, to, from, size);
+  };
 }
 
 }  // namespace
@@ -203,8 +224,9 @@ EXPORTED void InitPlugin(CustomRuntimeParams* params) {
   rehearse::register_reshard();
 }
 
-// Bytes that Paddle's allocator has taken of the device: now, and the most so far.
+// Bytes that Paddle's allocator has taken: of the device now, the most so far, and the most of pinned host memory.
 EXPORTED void rehearse_memory(uint64_t* to) {
-  to[0] = rehearse::used;
-  to[1] = rehearse::most_used;
+  to[0] = rehearse::used[0];
+  to[1] = rehearse::most_used[0];
+  to[2] = rehearse::most_used[rehearse::kPinned];
 }
