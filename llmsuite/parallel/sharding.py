@@ -268,10 +268,8 @@ class ParameterShard:
         return degrees.pp * count if self.partition.is_shared else count
 
     def finish_gradient(self) -> Tensor | None:
-        """The gradient of this rank's shard, reduced over all data ranks; None when there is none.
-
-        Its memory must not be changed after it was passed to `set_gradient`.
-        """
+        """The gradient of this rank's shard, reduced over all data ranks; None when there is none. It may be that of
+        the model's parameter, which `drop_gradient` frees."""
         own = self.bucket.finish(self)
         if own is None:
             return None
@@ -285,13 +283,6 @@ class ParameterShard:
             self.drop_gradient()
             return None
         return own
-
-    def set_gradient(self, gradient: Tensor) -> None:
-        """Pass a finished gradient to the optimizer, with its memory."""
-        # `_set_grad_ivar` would copy the gradient: it gets a small one, whose memory is then replaced
-        self.main_param._set_grad_ivar(paddle.zeros([1], gradient.dtype))
-        self.main_param.grad.get_tensor()._share_data_with(gradient.get_tensor())
-        self.drop_gradient()
 
     def drop_gradient(self) -> None:
         """Free the gradient of the model's parameter."""
