@@ -141,10 +141,11 @@ class ParallelSection(Section):
     exchange tokens by all-to-all (ep)."""
     sequence_parallel: bool = False
     """Shard activations along the sequence dimension outside the tensor parallel regions."""
-    fuse_projections: bool = False
+    fuse_projections: bool | None = None
     """In the backward pass, use one all-reduce over the tensor parallel ranks for all projections of the same input
     (queries, keys and values; gate and up): each rank first adds up its gradients of that input. Two all-reduces per
-    layer instead of five; parameters and checkpoints do not change."""
+    layer instead of five, under sequence parallel two reduce-scatters; parameters and checkpoints do not change.
+    Default: true where it is supported, on devices that send while they compute; `llmsuite doctor --ops` shows them."""
     gradient_bucket_bytes: NonNegativeInt | None = None
     """Size of gradient buckets in bytes of float32: gradients that become ready one after another are reduced over the
     data ranks in one call up to this size. 0: one call per gradient. Default: chosen by the device; `llmsuite doctor
