@@ -18,7 +18,7 @@ def _sequence_parallel(parallel: ParallelSection) -> Iterator[Violation]:
 
 
 def _fused(parallel: ParallelSection) -> Iterator[Violation]:
-    if parallel.tensor_parallel_degree == 1:
+    if parallel.tensor_parallel_degree == 1 and parallel.fuse_projections:
         yield "fuse_projections", "needs tensor_parallel_degree above 1; set it to false"
 
 
@@ -65,6 +65,15 @@ _UNUSED = (
         _sequence_parallel,
     ),
     Rule(
+        "`pipeline_cut` without a pipeline",
+        "it would change nothing",
+        ("--parallel.pipeline_parallel_degree=1", "--parallel.pipeline_cut=parameters"),
+        _cut_without_pipeline,
+    ),
+)
+"""Rules that yield the keys without effect, whatever their own values are."""
+_RULES = (
+    Rule(
         "`fuse_projections` with tensor parallel degree 1",
         "there is no all-reduce to save",
         (
@@ -74,15 +83,6 @@ _UNUSED = (
         ),
         _fused,
     ),
-    Rule(
-        "`pipeline_cut` without a pipeline",
-        "it would change nothing",
-        ("--parallel.pipeline_parallel_degree=1", "--parallel.pipeline_cut=parameters"),
-        _cut_without_pipeline,
-    ),
-)
-"""Rules that yield the keys without effect, whatever their own values are."""
-_RULES = (
     Rule(
         "`interleaved` without a pipeline, or with one chunk",
         "it would be another schedule",
