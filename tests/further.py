@@ -27,8 +27,8 @@ from tests.support.paths import ROOT
 FURTHER = {
     "multi": (
         "align all_to_all annotated annotated_programs annotated_styles answers bad_places bf16 bf16_lora "
-        "bf16_programs bf16_rollouts buckets chat_models chat_page chunked_loss doctor early_stopping expert_parallel "
-        "family_contract fp8 fused_projections gemma hang interrupted interrupted_twice killed_rollouts "
+        "bf16_programs bf16_rollouts buckets budgets chat_models chat_page chunked_loss doctor early_stopping "
+        "expert_parallel family_contract fp8 fused_projections gemma hang interrupted interrupted_twice killed_rollouts "
         "large_files lattice longer_runs lora lora_further lora_ga machines matrix merge_distcp mtp mutations "
         "notebooks order overlap own_disks packing paddle_scripts pipelines plugin_examples ppo ppo_engine prefix "
         "program_expert_pipelines program_guard program_options program_pipelines program_rollouts programs python qat "

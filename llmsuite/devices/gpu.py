@@ -7,7 +7,12 @@ from typing import Any
 
 from llmsuite.devices.base import FLASH_ATTENTION, DeviceBackend, selected
 
-_KERNELS = {"rms_norm": "fused_rms_norm", "rotary": "fused_rotary", "swiglu": "fused_swiglu"}
+_KERNELS = {
+    "rms_norm": "fused_rms_norm",
+    "rotary": "fused_rotary",
+    "swiglu": "fused_swiglu",
+    "square_sum": "one_read_square_sum",
+}
 
 _SELECTED = "FLAGS_selected_gpus"
 

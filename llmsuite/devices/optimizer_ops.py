@@ -27,6 +27,15 @@ def square_sum(tensors: Sequence[Tensor], factor: float) -> Tensor:
     return paddle.add_n(squares)
 
 
+def add_gradient(total: Tensor, gradient: Tensor) -> None:
+    """Add a gradient to the sum of earlier ones, in place. A 16-bit gradient may be added to a sum in float32."""
+    if total.dtype == gradient.dtype or total.place.is_gpu_place():
+        # CUDA's kernel reads a 16-bit number, and adds it as float32: the same numbers, without a copy in float32
+        total.add_(gradient)
+    else:
+        total.add_(gradient.astype(total.dtype))
+
+
 def scale(x: Tensor, factor: float) -> None:
     """Multiply x by a number, in place. A 16-bit tensor is rounded once, by a factor that is not rounded."""
     if x.dtype == paddle.float32:

@@ -5,6 +5,7 @@ Shapes: B batch, L query length, S key length, H query heads, J key-value heads,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import paddle
@@ -14,6 +15,10 @@ from llmsuite.base.typing import Tensor
 from llmsuite.devices.local_parts import have_same_layout, is_split, local_constant, on_local_rows, on_local_shards
 from llmsuite.devices.masks import document_spans
 from llmsuite.devices.ops import rms_norm
+from llmsuite.devices.optimizer_ops import square_sum
+
+_last_joined: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+"""What `_for_both_halves` got and returned last."""
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -80,7 +85,7 @@ def no_mask(num_queries: int, num_keys: int, dtype: Any, window: int | None = No
 
 def fused_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """`rotary` in one kernel, which needs cos and sin for both halves."""
-    cos, sin = (paddle.concat([t, t], axis=-1) for t in (cos, sin))
+    cos, sin = _for_both_halves(cos, sin)
     shape = x.shape
     if cos.shape[0] > 1:  # the kernel has one rotation for all rows: join them to one row
         x, cos, sin = (t.reshape([1, -1, *t.shape[2:]]) for t in (x, cos, sin))
@@ -88,6 +93,17 @@ def fused_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x, None, None, sin=sin, cos=cos, use_neox_rotary_style=False
     )
     return rotated.reshape(shape)
+
+
+def _for_both_halves(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Cos and sin of half a head, twice in a row: those of a head. All layers of a pass give the same two tensors, and
+    get the same two."""
+    global _last_joined
+    if not paddle.in_dynamic_mode():  # tensors of a program, which no other one may have
+        return paddle.concat([cos, cos], -1), paddle.concat([sin, sin], -1)
+    if _last_joined is None or _last_joined[0] is not cos or _last_joined[1] is not sin:
+        _last_joined = (cos, sin, paddle.concat([cos, cos], -1), paddle.concat([sin, sin], -1))
+    return _last_joined[2:]
 
 
 def fused_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -102,3 +118,13 @@ def fused_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def fused_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """`swiglu` in one kernel."""
     return F.swiglu(gate, up)
+
+
+def one_read_square_sum(tensors: Sequence[Tensor], factor: float) -> Tensor:
+    """`optimizer_ops.square_sum` in one read of each float32 tensor. The factor comes after the sums, so squares
+    overflow where the norm before it is above 1e19; the norm is infinite then."""
+    wide = [x for x in tensors if x.dtype == paddle.float32]
+    sums = [paddle._C_ops.squared_l2_norm(x).reshape([]) * factor**2 for x in wide]
+    if len(wide) < len(tensors):  # the kernel for 16 bits rounds its sum
+        sums.append(square_sum([x for x in tensors if x.dtype != paddle.float32], factor))
+    return paddle.add_n(sums)

@@ -316,7 +316,7 @@ def _strategy(
         shares_embedding=is_embedding_shared(model_plan.config),
         sequence_parallel=parallel.sequence_parallel,
         head_needs_all_logits=needs_all_logits,
-        fuse_projections=parallel.fuse_projections,
+        fuse_projections=parallel_plan.fuses_projections,
         sharding_stage=eager_sharding,
         slices=in_slices,
         bucket_bytes=parallel_plan.gradient_bucket_bytes,

@@ -15,6 +15,11 @@ import paddle.nn.functional as F
 from llmsuite.base.typing import Tensor
 from llmsuite.devices.tensors import tensor_of
 
+_MAX_KEPT = 8
+"""Number of pairs of tables that are kept: a model has one for each of its rotations and dtypes."""
+_KEPT: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+"""Tables of cos and sin; the one that was used last comes last."""
+
 
 def positions(document_starts: Tensor) -> Tensor:
     """Position of each token in its document, [B, L]; `document_starts` as in `CausalLM.hidden_states`."""
@@ -34,12 +39,43 @@ def rotation(
 
     Angles are computed in float64: in float32 those of large positions would be off.
     """
-    angles = np.outer(np.arange(start, start + length), np.asarray(frequencies))
-    cos, sin = (tensor_of((f(angles) * scale).astype("float32")).astype(dtype) for f in (np.cos, np.sin))
+    cos, sin = _tables(frequencies, scale, start + length, dtype)
+    if start or cos.shape[0] != length:
+        cos = cos[start : start + length]
+        sin = sin[start : start + length]
     if document_starts is None:
         return cos.unsqueeze([0, 2]), sin.unsqueeze([0, 2])
     in_document = positions(document_starts)
     return F.embedding(in_document, cos).unsqueeze(2), F.embedding(in_document, sin).unsqueeze(2)
+
+
+def _tables(frequencies: Sequence[float], scale: float, length: int, dtype: Any) -> tuple[Tensor, Tensor]:
+    """scale times cos and sin for at least the positions below `length`, [>= length, K / 2].
+
+    They are kept on the device: to compute and to copy them takes longer than many a layer, and they are the same for
+    all passes. Callers return views of them, which operations may turn into distributed tensors; the kept ones stay
+    plain.
+    """
+    if not paddle.in_dynamic_mode():  # constants of a program
+        return _new_tables(frequencies, scale, length, dtype)
+    key = (tuple(frequencies), scale, str(dtype), str(paddle.framework._current_expected_place()))
+    kept = _KEPT.pop(key, None)
+    if kept is None:
+        kept = _new_tables(frequencies, scale, length, dtype)
+    elif kept[0].shape[0] < length:
+        # twice as long at least: a text that is generated grows by a token at a time
+        kept = _new_tables(frequencies, scale, max(length, 2 * kept[0].shape[0]), dtype)
+    _KEPT[key] = kept  # as the last one
+    while len(_KEPT) > _MAX_KEPT:
+        _KEPT.pop(next(iter(_KEPT)), None)
+    return kept
+
+
+def _new_tables(frequencies: Sequence[float], scale: float, length: int, dtype: Any) -> tuple[Tensor, Tensor]:
+    """`_tables` of this length."""
+    angles = np.outer(np.arange(length), np.asarray(frequencies))
+    cos, sin = (tensor_of((f(angles) * scale).astype("float32")).astype(dtype) for f in (np.cos, np.sin))
+    return cos, sin
 
 
 def rotation_at(frequencies: Sequence[float], scale: float, positions: Tensor, dtype: Any) -> tuple[Tensor, Tensor]:

@@ -421,8 +421,18 @@ def all_gather(part: Tensor, group: Any, dim: int = 0) -> Tensor:
     None has one member, whose part is the result."""
     if group is None:
         return part
-    parts: list[Tensor] = []
     # contiguous: the backends send the memory as it lies, and a transposed view would arrive in another order
+    part = part.contiguous()
+    if dist.get_backend(group) == "GLOO":
+        parts: list[Tensor] = []
+        with calls.recorded("all_gather", part, group):
+            dist.all_gather(parts, part, group=group)
+        return paddle.concat(parts, axis=dim)
+    # into one tensor: to fill a list, Paddle copies what arrived three times
+    size = part.shape[0]
+    gathered = paddle.empty([group.nranks * size, *part.shape[1:]], dtype=part.dtype)
     with calls.recorded("all_gather", part, group):
-        dist.all_gather(parts, part.contiguous(), group=group)
-    return paddle.concat(parts, axis=dim)
+        dist.all_gather(gathered, part, group=group)
+    if dim == 0:
+        return gathered
+    return paddle.concat([gathered[i * size : (i + 1) * size] for i in range(group.nranks)], axis=dim)

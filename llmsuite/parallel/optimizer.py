@@ -188,7 +188,6 @@ class Optimizer(BaseOptimizer):
             with paddle.utils.unique_name.guard():
                 self._update([(shard, finished.pop(shard)) for shard in group if shard in finished])
             for shard in group:
-                shard.main_param.clear_gradient(False)
                 shard.write_back()
                 self.to_host(shard)
 
@@ -207,15 +206,15 @@ class Optimizer(BaseOptimizer):
             shard.drop_gradient()
 
     def _update(self, pairs: Sequence[tuple[ParameterShard, Tensor]]) -> None:
+        own = [(shard.main_param, gradient) for shard, gradient in pairs]
         if isinstance(self._paddle, _KernelAdamW):
-            self._paddle.update([(shard.main_param, gradient) for shard, gradient in pairs], self._factor)
-            for shard, _ in pairs:
-                shard.drop_gradient()
-        else:
-            for shard, gradient in pairs:
-                shard.set_gradient(gradient)
-            if self._paddle._parameter_list:  # none where a pipeline stage has no adapter
-                self._paddle.step()
+            self._paddle.update(own, self._factor)
+        elif own:
+            # Paddle's `step` would take the gradients of the parameters: to give a parameter a gradient it copies at
+            # least a number, and waits for the device
+            self._paddle._apply_optimize(None, None, own)
+        for shard, _ in pairs:
+            shard.drop_gradient()
         if self.decays_last:
             for shard, _ in pairs:
                 rate = self._paddle.get_lr() * shard.main_param.optimize_attr["learning_rate"]

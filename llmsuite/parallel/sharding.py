@@ -22,6 +22,7 @@ from paddle.distributed.auto_parallel.api import dtensor_from_local
 
 from llmsuite.adapters.prefix_shapes import is_shared_by_all_ranks
 from llmsuite.base.typing import Tensor
+from llmsuite.devices.optimizer_ops import add_gradient
 from llmsuite.devices.tensors import tensor_of
 from llmsuite.parallel import collective
 from llmsuite.parallel.buckets import Bucket
@@ -268,10 +269,8 @@ class ParameterShard:
         return degrees.pp * count if self.partition.is_shared else count
 
     def finish_gradient(self) -> Tensor | None:
-        """The gradient of this rank's shard, reduced over all data ranks; None when there is none.
-
-        Its memory must not be changed after it was passed to `set_gradient`.
-        """
+        """The gradient of this rank's shard, reduced over all data ranks; None when there is none. It may be that of
+        the model's parameter, which `drop_gradient` frees."""
         own = self.bucket.finish(self)
         if own is None:
             return None
@@ -285,13 +284,6 @@ class ParameterShard:
             self.drop_gradient()
             return None
         return own
-
-    def set_gradient(self, gradient: Tensor) -> None:
-        """Pass a finished gradient to the optimizer, with its memory."""
-        # `_set_grad_ivar` would copy the gradient: it gets a small one, whose memory is then replaced
-        self.main_param._set_grad_ivar(paddle.zeros([1], gradient.dtype))
-        self.main_param.grad.get_tensor()._share_data_with(gradient.get_tensor())
-        self.drop_gradient()
 
     def drop_gradient(self) -> None:
         """Free the gradient of the model's parameter."""
@@ -315,14 +307,15 @@ class ParameterShard:
         own = self._local_gradient()
         if own is None:
             return
-        if self.partition.reduces_each_pass:
-            own = own.flatten()  # else clearing a distributed gradient would empty it too
+        if not self.partition.reduces_each_pass:
+            self.add_shard(own)
+            self.drop_gradient()  # after it was added, as it may have the memory of `own`
+            self.free()
+            return
+        own = self._widened(own).flatten()  # else clearing a distributed gradient would empty it too
         self.drop_gradient()
         self.free()
-        if self.partition.reduces_each_pass:
-            self.bucket.scatter(self, own)
-        else:
-            self.add_shard(own)
+        self.bucket.scatter(self, own)
 
     # the interface for its bucket, see `buckets.BucketMember`
 
@@ -356,11 +349,11 @@ class ParameterShard:
         return self._padded(gradient, self.partition.num_shards).reshape([self.partition.num_shards, self.shard_size])
 
     def add_shard(self, own: Tensor) -> None:
-        """Accumulate the gradient of one backward pass, or this rank's shard of it."""
+        """Accumulate the gradient of one backward pass, or this rank's shard of it, in the dtype of `main_param`."""
         if self._sum is None:
-            self._sum = own
+            self._sum = self._widened(own)
         else:
-            self._sum.add_(own)
+            add_gradient(self._sum, own)
 
     def take_gradient(self) -> Tensor | None:
         """The gradient this rank has accumulated, here or in the parameter itself."""
@@ -371,20 +364,24 @@ class ParameterShard:
         return self._local_gradient()
 
     def _local_gradient(self) -> Tensor | None:
-        """The parameter's gradient on this rank, summed over tp; as float32 where there is a master."""
+        """The parameter's gradient on this rank, summed over tp; in float32, where there is a master and other ranks
+        have a part of it."""
         gradient = self.parameter.grad
         if gradient is None or not gradient._is_initialized():  # a cleared distributed gradient is empty, not None
             return None
         local = dense_gradient(local_value(gradient), self.parameter)
-        if self.has_master:
-            local = local.astype("float32")
         if gradient.is_dist() and gradient.placements != self.parameter.placements:
             # partial: under sequence parallel each rank has the gradient from its part of the sequence only
             mesh = self._mesh.tensor
             placements = self.parameter.placements
-            local = local_value(reshard(dtensor_from_local(local, mesh, gradient.placements), self._mesh, placements))
+            part = dtensor_from_local(self._widened(local), mesh, gradient.placements)
+            local = local_value(reshard(part, self._mesh, placements))
             self.drop_gradient()  # the sum has memory of its own
         return local
+
+    def _widened(self, gradient: Tensor) -> Tensor:
+        """A gradient in the dtype that gradients are accumulated in."""
+        return gradient.astype("float32") if self.has_master and gradient.dtype != paddle.float32 else gradient
 
     # shards
 

@@ -56,7 +56,7 @@ class TensorParallelTraffic:
         self._edit_rank = layout.model_plan.reft.rank
         self._sums_norms = lora.adapter_method.sums_norms
         self._compiled = self._engine.mode == "to_static"
-        self._fused = layout.parallel_plan.section.fuse_projections
+        self._fused = layout.parallel_plan.fuses_projections
         self._sequence_parallel = layout.parallel_plan.section.sequence_parallel
         self._is_scored = layout.model_plan.is_scored
         self._takes_all = "all_logits" in train_plan.stage.capabilities

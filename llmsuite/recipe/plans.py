@@ -228,6 +228,8 @@ class ParallelPlan:
     num_machines: int
     master_weights: bool = True
     """`train.master_weights`; true where nothing is trained."""
+    fuses_projections: bool = False
+    """True where the gradients of an input that several projections share are summed over tp in one call."""
 
     @property
     def parameter_dtype(self) -> str:

@@ -246,7 +246,23 @@ def parallel_plan_of(recipe: Recipe, stage: StageSpec | JobSpec, device: DeviceS
         devices_per_machine=recipe.launch.num_devices,
         num_machines=recipe.launch.nnodes,
         master_weights=not stage.trains or recipe.train.master_weights,
+        fuses_projections=stage.trains and _fuses_projections(recipe, device, degrees),
     )
+
+
+def _fuses_projections(recipe: Recipe, device: DeviceSpec, degrees: Degrees) -> bool:
+    """`parallel.fuse_projections` of a recipe that trains. Without it, true where no rule would refuse it, on a device that sends while it
+    computes: on others nothing but the sums themselves is saved."""
+    chosen = recipe.parallel.fuse_projections
+    if chosen is not None:
+        return chosen
+    is_supported = (
+        recipe.engine.mode == "dynamic"
+        and not recipe.freezes_model
+        and recipe.qat.weight_bits is None
+        and not degrees.auto_parallel
+    )
+    return degrees.tp > 1 and is_supported and device.factory().overlaps_communication
 
 
 def _train_plan(

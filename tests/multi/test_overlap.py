@@ -28,6 +28,8 @@ RUNS: dict[str, Point] = {
 
 ROUNDING_ALONE = "self_attn.k_proj.bias"
 """It moves every score of a query alike, so its gradient is zero, but for rounding."""
+APART = "--parallel.fuse_projections=false"
+"""`tests/multi/test_fused_projections.py` has the others, which are the default of devices that send beside passes."""
 FAMILIES = ("llama", "gpt")
 """Pretrained on all tokens of their rows: the head's gradient comes to where the sequence was gathered, whole."""
 
@@ -39,12 +41,13 @@ def _pretrained(family: str, is_one: bool) -> Case:
     name = f"{family}, all tokens, {'one process' if is_one else 'cut sequences'}"
     recipe = f"recipes/{family}/pretrain.json"
     return dataclasses.replace(
-        case, name=name, words=[*case.words, *sgd], recipe=recipe, overlaps=True, trace=not is_one
+        case, name=name, words=[*case.words, *sgd, APART], recipe=recipe, overlaps=True, trace=not is_one
     )
 
 
 def _case(name: str) -> Case:
-    return dataclasses.replace(many_processes(RUNS[name]), name=name, overlaps=True, trace=True)
+    case = many_processes(RUNS[name])
+    return dataclasses.replace(case, name=name, words=[*case.words, APART], overlaps=True, trace=True)
 
 
 @pytest.fixture(scope="module")

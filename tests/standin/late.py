@@ -153,6 +153,19 @@ class LateGroup:
             "all_gather", sync_op, lambda: self._gloo.all_gather(parts, value, True).wait(), [*zip(outs, parts)], tensor
         )
 
+    def all_gather_into_tensor(self, out: Tensor, tensor: Tensor, sync_op: bool) -> Task:
+        _check(tensor, out)
+        assert out.shape == [self._group.nranks * tensor.shape[0], *tensor.shape[1:]]
+        value = tensor.detach().clone()
+        found = paddle.empty_like(out)
+
+        def work() -> None:
+            parts = [paddle.empty_like(value) for _ in range(self._group.nranks)]
+            self._gloo.all_gather(parts, value, True).wait()
+            found.copy_(paddle.concat(parts), True)
+
+        return self._begin("all_gather", sync_op, work, [(out, found)], tensor)
+
     def broadcast(self, tensor: Tensor, source: int, sync_op: bool) -> Task:
         value = _taken(tensor)
         return self._begin(

@@ -102,7 +102,7 @@ ALONE: tuple[Removal, ...] = (
          "self.main_param.copy_(shard, False)", "loaded_values"),
         ("shard = shard.astype(self.parameter.dtype)", "pass", "masters"),
         ("tensor_of(values).astype(self.parameter.dtype)", "tensor_of(values)", "loaded_values"),
-        ('local = local.astype("float32")', "pass", "masters"),
+        ("self._sum = self._widened(own)", "self._sum = own", "masters"),
         ("before = held.clone()", "before = held", "swapped"),
     ),
     *_of(
@@ -153,13 +153,14 @@ OF_RANKS: tuple[Removal, ...] = (
     ),
     *_of(
         "parallel/sharding.py",
-        ('local = local.astype("float32")', "pass", "sums"),
+        ("self._sum = self._widened(own)", "self._sum = own", "sums"),
+        ("own = self._widened(own).flatten()", "own = own.flatten()", "scattered_sums"),
     ),
     *_of(
         "parallel/collective.py",
         ('_AsyncCollective(task, "all_reduce", tensor, group)', "task", "busy"),
         ('part, _AsyncCollective(task, "reduce_scatter", flat, group)', "part, task", "busy"),
-        ("part.contiguous(), group=group", "part, group=group", "transposed"),
+        ("    part = part.contiguous()", "    pass", "transposed"),
         ("if value is None else value.contiguous()", "if value is None else value", "transposed"),
     ),
 )  # fmt: skip

@@ -18,7 +18,7 @@ def _sequence_parallel(parallel: ParallelSection) -> Iterator[Violation]:
 
 
 def _fused(parallel: ParallelSection) -> Iterator[Violation]:
-    if parallel.tensor_parallel_degree == 1:
+    if parallel.tensor_parallel_degree == 1 and parallel.fuse_projections:
         yield "fuse_projections", "needs tensor_parallel_degree above 1; set it to false"
 
 
@@ -65,6 +65,15 @@ _UNUSED = (
         _sequence_parallel,
     ),
     Rule(
+        "`pipeline_cut` without a pipeline",
+        "it would change nothing",
+        ("--parallel.pipeline_parallel_degree=1", "--parallel.pipeline_cut=parameters"),
+        _cut_without_pipeline,
+    ),
+)
+"""Rules that yield the keys without effect, whatever their own values are."""
+_RULES = (
+    Rule(
         "`fuse_projections` with tensor parallel degree 1",
         "there is no all-reduce to save",
         (
@@ -74,15 +83,6 @@ _UNUSED = (
         ),
         _fused,
     ),
-    Rule(
-        "`pipeline_cut` without a pipeline",
-        "it would change nothing",
-        ("--parallel.pipeline_parallel_degree=1", "--parallel.pipeline_cut=parameters"),
-        _cut_without_pipeline,
-    ),
-)
-"""Rules that yield the keys without effect, whatever their own values are."""
-_RULES = (
     Rule(
         "`interleaved` without a pipeline, or with one chunk",
         "it would be another schedule",
@@ -141,10 +141,11 @@ class ParallelSection(Section):
     exchange tokens by all-to-all (ep)."""
     sequence_parallel: bool = False
     """Shard activations along the sequence dimension outside the tensor parallel regions."""
-    fuse_projections: bool = False
+    fuse_projections: bool | None = None
     """In the backward pass, use one all-reduce over the tensor parallel ranks for all projections of the same input
     (queries, keys and values; gate and up): each rank first adds up its gradients of that input. Two all-reduces per
-    layer instead of five; parameters and checkpoints do not change."""
+    layer instead of five, under sequence parallel two reduce-scatters; parameters and checkpoints do not change.
+    Default: true where it is supported, on devices that send while they compute; `llmsuite doctor --ops` shows them."""
     gradient_bucket_bytes: NonNegativeInt | None = None
     """Size of gradient buckets in bytes of float32: gradients that become ready one after another are reduced over the
     data ranks in one call up to this size. 0: one call per gradient. Default: chosen by the device; `llmsuite doctor

@@ -88,8 +88,7 @@ def test_gradients_are_added_up_into_the_own_part(case: Case) -> None:
             assert (own is None) == shard.is_empty == (expected.size == 0)
             if own is not None:
                 assert np.array_equal(own.numpy(), expected)
-                shard.set_gradient(own)
-                assert np.array_equal(shard.main_param.grad.numpy(), expected)
+            shard.drop_gradient()
         # the full gradient is not kept in addition to the shard
         assert shard.parameter.grad is None
         return float((expected.astype("float64") ** 2).sum()) / shard.replica_count

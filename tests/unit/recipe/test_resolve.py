@@ -447,3 +447,24 @@ def test_a_run_as_weights_stands_for_its_newest_checkpoint(plan: Plan, tmp_path:
     changes = {"model": {"family": "llama", "weights": str(tmp_path / "run")}, "data.max_length": 64}
     found = plan(changes)
     assert found.model.weights == found.model.tokenizer == tmp_path / "run/checkpoints/step-12"
+
+
+@pytest.mark.parametrize(
+    ("device", "keys", "fused"),
+    [
+        ("gpu", {}, True),
+        ("xpu", {}, True),
+        ("cpu", {}, False),  # it sends nothing while it computes
+        ("gpu", {"engine.mode": "to_static"}, False),
+        ("gpu", {"reft.rank": "2"}, False),
+        ("gpu", {"qat.weight_bits": "8"}, False),
+        ("gpu", {"parallel.tensor_parallel_degree": "1", "parallel.sequence_parallel": "false"}, False),
+        ("gpu", {"parallel.fuse_projections": "false"}, False),
+        ("cpu", {"parallel.fuse_projections": "true"}, True),
+    ],
+)
+def test_where_projections_are_fused(device: str, keys: dict[str, str], fused: bool, registry: Registry) -> None:
+    given = {"device": device, "parallel.tensor_parallel_degree": "2", "engine.mode": "dynamic", **keys}
+    words = [f"--{key}={value}" for key, value in given.items()]
+    plan = plan_run(bundled("recipes") / "llama/sft.json", words, registry)
+    assert plan.parallel.fuses_projections is fused
