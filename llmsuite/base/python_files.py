@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from llmsuite.base.errors import UserError
-from llmsuite.base.safe_files import is_file
+from llmsuite.base.safe_files import is_file, real_path
 from llmsuite.base.suggestions import final_suggestion
 
 ALLOW_CODE = "LLMSUITE_ALLOW_CODE"
@@ -107,12 +107,12 @@ def from_file(key: str, kind: str) -> Any:
     UserError when there is none; `kind` is its name in messages."""
     parsed = python_function(key)
     assert parsed is not None, key
-    path = Path(parsed[0]).resolve()
+    path = real_path(parsed[0])
     name = parsed[1]
     module = sys.modules.get(path.stem)
     if module is None:
         module = import_file(path)
-    elif Path(getattr(module, "__file__", None) or "").resolve() != path:
+    elif real_path(getattr(module, "__file__", None) or "") != path:
         raise UserError(f"{kind} {key}: a module {path.stem!r} is imported already; give the file another name")
     if not hasattr(module, name):
         what = "class" if kind == "environment" else "function"

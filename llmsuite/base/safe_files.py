@@ -48,6 +48,12 @@ def exists(path: Path | str) -> bool:
     return _stat(path) is not None
 
 
+def real_path(path: Path | str) -> Path:
+    """The absolute path without links; of a loop of links, for which `Path.resolve` raises RuntimeError, a path that
+    does not exist."""
+    return Path(os.path.realpath(path))
+
+
 def listed(directory: Path, pattern: str = "*") -> list[Path]:
     """The paths in a directory that match a pattern of `Path.glob`, sorted; empty where there is no directory. Raises
     UserError without permission."""
@@ -120,6 +126,18 @@ def open_regular(path: Path, buffering: int = -1) -> Any:
     return open(descriptor, "rb", buffering)
 
 
+def open_at_once(path: Path | str) -> Any:
+    """Open a file or a pipe for reading bytes, as `open` does, without waiting for a writer: a pipe that nobody writes
+    to is empty. This is for files that the user names, such as `<(command)` of a shell. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    os.set_blocking(descriptor, True)
+    try:
+        return open(descriptor, "rb")
+    except OSError:  # a directory
+        os.close(descriptor)
+        raise
+
+
 def read_regular(path: Path, most: int = MAX_JSON_BYTES) -> bytes:
     """The content of a regular file. Raises OSError where it is none, cannot be read, or has more than `most` bytes."""
     with open_regular(path) as file:
@@ -139,8 +157,8 @@ def check_local(path: Path) -> None:
     Raises:
         OSError: it is no such file.
     """
-    here = path.parent.resolve()
-    real = path.resolve()
+    here = real_path(path.parent)
+    real = real_path(path)
     inside = here
     if here.parent.name == "snapshots":
         inside = here.parent.parent / "blobs"

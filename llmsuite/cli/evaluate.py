@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmsuite.base.errors import UserError
 from llmsuite.base.extras import install_command
+from llmsuite.base.safe_files import open_at_once
 from llmsuite.cli.generate import add_model_arguments, add_template_kwargs, read_template_kwargs
 from llmsuite.cli.ranks import settle_degrees
 from llmsuite.contract.registry import Registry
@@ -140,7 +142,8 @@ def _tasks(args: Any, opened: Any) -> dict[str, dict[str, Any]]:
 def read_texts(path: Path, key: str) -> list[str]:
     """The texts of a file: a text file as one text, JSON Lines as one text per row. Raises UserError with the line."""
     try:
-        content = path.read_text(encoding="utf-8-sig")
+        with io.TextIOWrapper(open_at_once(path), encoding="utf-8-sig") as file:
+            content = file.read()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
     if path.suffix not in (".jsonl", ".json"):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llmsuite.base.errors import UserError
-from llmsuite.base.safe_files import exists
+from llmsuite.base.safe_files import exists, real_path
 from llmsuite.cli.amounts import parse_amount
 from llmsuite.cli.model_paths import ALLOW_NONFINITE_HELP
 from llmsuite.contract.registry import Registry
@@ -296,7 +296,7 @@ def _convert_side_adapter(source: Path, target: Path, family: Any, config: Any, 
     from llmsuite.checkpoint.finite import NonFiniteError, count_nonfinite, describe_nonfinite
     from llmsuite.checkpoint.tokenizer_files import copy_tokenizer
 
-    named = Base(str(Path(args.config).resolve()) if args.config else None, "")
+    named = Base(str(real_path(args.config)) if args.config else None, "")
     saved = open_any_side_adapter(source, family, config, args.allow_pickle, named)
     assert saved is not None, "the caller has checked that it is a side adapter"
     names = () if args.allow_nonfinite else saved.files.names

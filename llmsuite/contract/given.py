@@ -12,7 +12,7 @@ from typing import Any
 
 from llmsuite.base.errors import UserError
 from llmsuite.base.python_files import import_file, variable
-from llmsuite.base.safe_files import is_file
+from llmsuite.base.safe_files import is_file, real_path
 from llmsuite.contract import hookspecs
 from llmsuite.contract.registry import REGISTRATIONS, PluginInfo, Registry, traceback_tail
 
@@ -35,7 +35,7 @@ def add_files(registry: Registry) -> Registry:
 def plugin_files(paths: Sequence[str | Path]) -> Iterator[None]:
     """Context in which `add_files` also registers these files, in this process and in those it starts."""
     before = os.environ.get(FILES)
-    given = [*filter(None, (before or "").split(os.pathsep)), *(str(Path(path).resolve()) for path in paths)]
+    given = [*filter(None, (before or "").split(os.pathsep)), *(str(real_path(path)) for path in paths)]
     with variable(FILES, os.pathsep.join(dict.fromkeys(given))):
         yield
 
@@ -48,13 +48,13 @@ def load_file(path: Path) -> PluginInfo:
     Raises:
         UserError: there is no such file, or it cannot be imported.
     """
-    path = path.resolve()
+    path = real_path(path)
     if path.suffix != ".py" or not is_file(path):
         raise UserError(f"plugin {path}: is not a Python file")
     module = sys.modules.get(path.stem)
     if module is None:
         module = _import(path)
-    elif Path(getattr(module, "__file__", None) or "").resolve() != path:
+    elif real_path(getattr(module, "__file__", None) or "") != path:
         raise UserError(f"plugin {path}: another module {path.stem!r} is already imported; rename the file")
     is_one = any(hasattr(module, name) for name in hookspecs.hook_names())
     plugin = module if is_one else getattr(module, "plugin", module)

@@ -21,7 +21,7 @@ from llmsuite.base.cache import BUILT, cache_root, locked
 from llmsuite.base.commands import CommandTimeout, run_command
 from llmsuite.base.errors import UserError
 from llmsuite.base.resources import bundled
-from llmsuite.base.safe_files import is_dir, is_file
+from llmsuite.base.safe_files import is_dir, is_file, real_path
 from llmsuite.data.process_limits import limit_memory, limit_seconds
 
 PANIC = "PanicException"
@@ -56,7 +56,7 @@ def probe_tokenizer(path: Path, digest: str) -> None:
     Raises:
         UserError: it cannot be read, or takes too much time or memory for common texts.
     """
-    if bundled("data").resolve() in path.resolve().parents:  # comes with llmsuite
+    if bundled("data").resolve() in real_path(path).parents:  # comes with llmsuite
         return
     passed = cache_root() / BUILT / "tokenizers" / digest
     if is_file(passed):

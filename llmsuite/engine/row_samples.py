@@ -28,7 +28,7 @@ from llmsuite.base.cache import cache_root, locked
 from llmsuite.base.errors import UserError
 from llmsuite.base.files import committed_directory, read_json_file, write_json
 from llmsuite.base.progress import track_bytes
-from llmsuite.base.safe_files import is_file
+from llmsuite.base.safe_files import is_file, real_path
 from llmsuite.contract.schema import columns, text_template
 from llmsuite.contract.schema.section import as_plain
 from llmsuite.data.control_tokens import ControlTokens, warning
@@ -462,7 +462,7 @@ def _name(reader: ReaderOfRows, path: Path) -> str:
     packages = ["jinja2", *tokenizer.libraries]
     parts = [
         _FORMAT,
-        [[str(file.resolve()), *file_state(file)] for file in data_files(path)],
+        [[str(real_path(file)), *file_state(file)] for file in data_files(path)],
         context.stage_name,
         {**as_plain(context.data), **dict.fromkeys(("train", "eval", "mix", *_USED_LATER))},
         {name: as_plain(section) for name, section in context.sections.items()},

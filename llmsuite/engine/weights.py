@@ -15,6 +15,7 @@ from llmsuite.adapters.parameters import is_factor
 from llmsuite.base.files import check_intact
 from llmsuite.base.hub.names import hub_name
 from llmsuite.base.progress import report
+from llmsuite.base.safe_files import real_path
 from llmsuite.base.typing import ReadSlice
 from llmsuite.checkpoint.adapter_base import Base
 from llmsuite.checkpoint.adapter_dir import SavedAdapters
@@ -117,7 +118,7 @@ def _from_files(
     # a name on a hub means the same on another machine, a path in its cache does not
     named = str(model_plan.section.weights)
     if hub_name(named) is None:
-        named = str(model_plan.weights.resolve())
+        named = str(real_path(model_plan.weights))
     base = Base(named, source.digest())
     read = read_from(source)
     decided_by = [base.digest]

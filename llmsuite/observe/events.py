@@ -16,6 +16,7 @@ from typing import Any
 from llmsuite import __version__
 from llmsuite.base.files import NO_ROOM, os_errors
 from llmsuite.base.redaction import redacted_words
+from llmsuite.base.safe_files import is_file
 
 EVENTS = "events.jsonl"
 ENVIRONMENT = "environment.json"
@@ -44,10 +45,9 @@ def add_event(run: Path, event: str, **more: Any) -> None:
 
 def read_events(run: Path) -> list[dict[str, Any]]:
     """The events of a run, oldest first, without a last line that was truncated by a kill."""
-    try:
-        lines = (run / EVENTS).read_text(encoding="utf-8", errors="replace").split("\n")  # U+2028 ends no line
-    except FileNotFoundError:
+    if not is_file(run / EVENTS):
         return []
+    lines = (run / EVENTS).read_text(encoding="utf-8", errors="replace").split("\n")  # U+2028 ends no line
     found = []
     for line in lines:
         try:

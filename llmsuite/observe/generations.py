@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from llmsuite.base.files import NO_ROOM, os_errors, write_text_atomic
-from llmsuite.base.safe_files import listed
+from llmsuite.base.safe_files import is_file, listed
 
 GENERATIONS = "generations"
 
@@ -61,7 +61,7 @@ def _files(run: Path) -> list[tuple[int, Path]]:
     found = []
     for path in listed(run / GENERATIONS, "step-*.jsonl"):
         number = path.stem.removeprefix("step-")
-        if number.isascii() and number.isdigit():
+        if number.isascii() and number.isdigit() and is_file(path):
             found.append((int(number), path))
     return sorted(found)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite.base.files import NO_ROOM, os_errors, write_text_atomic
-from llmsuite.base.safe_files import exists
+from llmsuite.base.safe_files import is_file
 
 SCHEMA = 1
 
@@ -50,7 +50,7 @@ class MetricsFile:
 def _lines(path: Path) -> list[str]:
     """The lines with their newlines; a kill may have truncated the last one, or only removed its newline."""
     text = ""
-    if exists(path):
+    if is_file(path):
         text = path.read_text(encoding="utf-8", errors="replace")
     return [line + "\n" for line in text.split("\n") if line]
 

@@ -151,10 +151,10 @@ def _records(path: Path) -> list[Record]:
 
 
 def _object(path: Path) -> Record:
+    if not is_file(path):
+        return {}
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
     except ValueError as error:
         raise UserError(f"{path}: is not JSON: {error}") from error
     return found if isinstance(found, dict) else {}

@@ -13,7 +13,7 @@ from llmsuite.base.hub.local_copies import cached
 from llmsuite.base.hub.names import hub_name
 from llmsuite.base.redaction import Url
 from llmsuite.base.resources import bundled, find
-from llmsuite.base.safe_files import is_dir, is_file
+from llmsuite.base.safe_files import is_dir, is_file, real_path
 from llmsuite.contract.schema.recipe import Recipe
 from llmsuite.data.read import data_files
 from llmsuite.data.remote import is_remote
@@ -40,7 +40,7 @@ def sample_data_notes(data_plan: DataPlan, device: str) -> list[str]:
     """Return a note if a run on a real device trains on the small files bundled with llmsuite."""
     if isinstance(data_plan.train_file, Url):
         return []
-    path = data_plan.train_file.resolve()
+    path = real_path(data_plan.train_file)
     if device == "cpu" or not path.is_relative_to(bundled("data").resolve()) or not is_file(path):
         return []
     given = data_plan.given("train")

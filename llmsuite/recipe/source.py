@@ -15,6 +15,7 @@ from typing import Any
 
 from llmsuite.base.errors import Problem, RecipeError, UserError, reason_of
 from llmsuite.base.resources import find
+from llmsuite.base.safe_files import open_at_once
 
 MAX_BYTES = 200_000
 MAX_DEPTH = 64
@@ -52,7 +53,7 @@ def read_text(path: str | Path) -> str:
         RecipeError: it is not UTF-8.
     """
     try:
-        with open(find(str(path)), "rb") as file:
+        with open_at_once(find(str(path))) as file:
             raw = file.read(MAX_BYTES + 1)
     except IsADirectoryError as error:
         raise UserError(f"{path}: is a directory; a recipe is a file, in a run recipe.json") from error

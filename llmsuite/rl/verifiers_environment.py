@@ -13,7 +13,6 @@ import logging
 import random
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ import numpy as np
 from llmsuite.base.errors import UserError
 from llmsuite.base.extras import install_command
 from llmsuite.base.python_files import import_file
+from llmsuite.base.safe_files import real_path
 from llmsuite.contract.specs import Reply, Turn
 from llmsuite.rl.calculator import TOOL_CALL
 from llmsuite.rl.environment_sections import VerifiersSection
@@ -173,7 +173,7 @@ def _loaded(name: str, args: str) -> Any:
     played."""
     keys = json.loads(args)
     if name.endswith(".py"):
-        found = import_file(Path(name).resolve()).load_environment(**keys)
+        found = import_file(real_path(name)).load_environment(**keys)
     else:
         found = verifiers.load_environment(name, **keys)
     if not isinstance(found, verifiers.MultiTurnEnv):

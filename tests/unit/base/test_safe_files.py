@@ -7,9 +7,12 @@ import errno
 import json
 import os
 import shutil
+import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +24,7 @@ from llmsuite.base.safe_files import (
     is_dir,
     is_file,
     listed,
+    open_at_once,
     open_regular,
     path_name_error,
     read_regular,
@@ -30,11 +34,18 @@ from llmsuite.checkpoint.convert.pickled import read_pickle
 from llmsuite.checkpoint.stored import read_header
 from llmsuite.checkpoint.tensors import TensorFiles
 from llmsuite.checkpoint.tokenizer_files import copy_tokenizer
+from llmsuite.cli.evaluate import read_texts
+from llmsuite.contract.given import load_file
 from llmsuite.data.archives import read_members
 from llmsuite.data.indexed_corpus import IndexedCorpus
 from llmsuite.data.read import raw_rows
 from llmsuite.data.tokenizer import TextTokenizer
-from tests.support.paths import DATA
+from llmsuite.observe.completions import sampled_completions
+from llmsuite.observe.events import read_events
+from llmsuite.observe.generations import sampled_generations
+from llmsuite.observe.runs import read_run
+from llmsuite.recipe.document import read_document
+from tests.support.paths import DATA, ROOT
 
 
 @contextlib.contextmanager
@@ -183,3 +194,85 @@ def test_a_missing_permission_is_a_user_error(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(os, "stat", refuse)
     with pytest.raises(UserError, match="x: cannot be looked at: Permission denied"):
         is_file(tmp_path / "x")
+
+
+def in_seconds(act: Callable[[], Any], seconds: int = 30) -> Any:
+    """What an act gives, which must not hang."""
+
+    def late(number: int, frame: Any) -> None:
+        raise AssertionError("it hangs")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        return act()
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def odd(kind: str, path: Path) -> None:
+    """Something in the place of a file."""
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "loop":
+        path.symlink_to(path.name)
+    else:
+        with socket.socket(socket.AF_UNIX) as made:
+            os.chdir(path.parent)  # the name of a socket may have 107 bytes
+            made.bind(path.name)
+
+
+RUN_FILES = ("environment.json", "events.jsonl", "completions.jsonl", "generations/step-1.jsonl", "report.html")
+
+
+@pytest.mark.parametrize("name", RUN_FILES)
+@pytest.mark.parametrize("kind", ["pipe", "loop", "socket"])
+def test_a_run_with_an_odd_file_is_read_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "run"
+    (run / "generations").mkdir(parents=True)
+    (run / "recipe.json").write_text("{}")
+    (run / "metrics.jsonl").write_text('{"schema": 1, "step": 1, "loss": 2.0}\n')
+    odd(kind, run / name)
+
+    def read() -> Any:
+        found = read_run(run)
+        return [found.steps, read_events(run), sampled_completions(run, 3, 3), sampled_generations(run, 3, 3)]
+
+    assert in_seconds(read)[0][0]["loss"] == 2.0
+
+
+@pytest.mark.parametrize("kind", ["pipe", "loop", "socket"])
+def test_a_named_file_that_is_odd_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("recipe.json", "texts.txt", "plugin.py"):
+        odd(kind, tmp_path / name)
+    with pytest.raises(UserError):
+        in_seconds(lambda: read_document(tmp_path / "recipe.json"))
+    if kind != "pipe":
+        with pytest.raises(UserError):
+            in_seconds(lambda: read_texts(tmp_path / "texts.txt", "text"))
+    with pytest.raises(UserError, match="is not a Python file"):
+        in_seconds(lambda: load_file(tmp_path / "plugin.py"))
+
+
+def test_a_pipe_of_a_shell_is_read_to_its_end(tmp_path: Path) -> None:
+    """As by `llmsuite validate <(command)`."""
+    read, write = os.pipe()
+    os.write(write, b"[1, 2]")
+    os.close(write)
+    with open_at_once(f"/dev/fd/{read}") as file:
+        assert file.read() == b"[1, 2]"
+    os.close(read)
+
+
+def test_links_of_others_are_followed_by_real_path_alone() -> None:
+    """`Path.resolve` raises RuntimeError for a loop, before Python 3.13."""
+    own = {"base/resources.py", "base/cache.py", "observe/loggers.py", "base/hub/huggingface.py"}
+    for path in (ROOT / "llmsuite").rglob("*.py"):
+        text = path.read_text(encoding="utf-8").replace('bundled("data").resolve()', "")
+        name = path.relative_to(ROOT / "llmsuite").as_posix()
+        assert ".resolve()" not in text or name in own, f"{name}: use real_path"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
 import json
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite.base.errors import UserError, reason_of
+from llmsuite.base.safe_files import open_at_once
 from llmsuite.recipe.source import parse_json, read_text
 
 _QUOTIENT = re.compile(r"\$\(\(?\s*(?:expr\s+)?(\d+(?:\s*/\s*\d+)+)\s*\)\)?")
@@ -41,7 +43,8 @@ def read_arguments(path: Path) -> Arguments:
         UserError: the file cannot be read, is not valid JSON, or has no command line that starts a Python file.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        with io.TextIOWrapper(open_at_once(path), encoding="utf-8") as file:
+            text = file.read()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {reason_of(error)}") from error
     if not text.lstrip().startswith("{"):
