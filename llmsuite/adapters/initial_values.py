@@ -43,7 +43,7 @@ def with_adapter_values(
         assert base_format is not None
         return base_format.rounded(matrix)
 
-    in_full = base_format is not None and base_format.double_quant
+    in_full = base_format is not None and base_format.is_of_full
     of_method = config.method.initial(AdaptedModel(read, seed, shapes, config, embedding, rounded, in_full))
 
     def initial(name: str, shape: Sequence[int], index: Sequence[slice]) -> np.ndarray:

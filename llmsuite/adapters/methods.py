@@ -5,12 +5,13 @@ from __future__ import annotations
 from llmsuite.adapters.dora import Dora
 from llmsuite.adapters.lora import LORA
 from llmsuite.adapters.lora_ga import LoraGa
+from llmsuite.adapters.olora import Olora
 from llmsuite.adapters.pissa import Pissa
 from llmsuite.models.adapter_method import METHODS, AdapterConfig, AdapterMethod, find_method
 
 __all__ = ["BUILT_IN", "METHODS", "adapter_config", "find_method", "own_files"]
 
-BUILT_IN: tuple[AdapterMethod, ...] = (LORA, Dora(), Pissa(), LoraGa())
+BUILT_IN: tuple[AdapterMethod, ...] = (LORA, Dora(), Pissa(), Olora(), LoraGa())
 METHODS.update({method.name: method for method in BUILT_IN})
 
 

@@ -79,6 +79,9 @@ class PrincipalFactors:
     """PiSSA factors with scale A B = U S V: the R largest singular values of W [I, O] with their vectors, sqrt(S) on
     each side (Meng et al. 2024, arXiv 2404.02948, eq. 2 and 3)."""
 
+    what = "singular vectors for pissa"
+    """Vectors of which a matrix has to have `rank`, for messages."""
+
     def __init__(self, read: ReadSlice, shapes: Mapping[str, Sequence[int]], config: AdapterConfig):
         """
         Args:
@@ -88,7 +91,7 @@ class PrincipalFactors:
         """
         self._read = read
         self._shapes = shapes
-        self._rank = config.rank
+        self.rank = config.rank
         self._scale = config.scale
         self._module = ""
         self._pairs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
@@ -114,15 +117,19 @@ class PrincipalFactors:
         if number not in self._pairs:
             shape = tuple(self._shapes[f"{module}.weight"])
             height, width = shape[-2:]
-            if self._rank > min(height, width):
+            if self.rank > min(height, width):
                 raise UserError(
-                    f"lora.rank: is {self._rank}, but {module} is {height} x {width} and has no more than "
-                    f"{min(height, width)} singular vectors for pissa; lower it, or set lora.init to default"
+                    f"lora.rank: is {self.rank}, but {module} is {height} x {width} and has no more than "
+                    f"{min(height, width)} {self.what}; lower it, or set lora.init to default"
                 )
             stacked = [slice(number, number + 1)] * (len(shape) - 2)
             value = self._read(f"{module}.weight", shape, [*stacked, slice(0, height), slice(0, width)])
-            self._pairs[number] = principal_factors(value.reshape(height, width), self._rank, self._scale)
+            self._pairs[number] = self.factors(value.reshape(height, width))
         return self._pairs[number]
+
+    def factors(self, matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Compute A [I, R] and B [R, O] for one matrix [I, O]."""
+        return principal_factors(matrix, self.rank, self._scale)
 
 
 def principal_factors(matrix: np.ndarray, rank: int, scale: float) -> tuple[np.ndarray, np.ndarray]:

@@ -153,14 +153,14 @@ class QuantisedReads:
         self._format = format
         self._last: object = None
         self._parts: dict[str, np.ndarray] = {}
-        """Parts of the slice that was read last, without those that were returned already; with double quantisation,
-        of full matrices."""
+        """Parts of the slice that was read last, without those that were returned already; of full matrices if the
+        format is of them."""
 
     def __call__(self, name: str, shape: Sequence[int], index: Sequence[slice]) -> np.ndarray:
         if not is_quantised_part(name):
             return self._read(name, shape, index)
         matrix, _, part = name.rpartition(".")
-        if self._format.double_quant:
+        if self._format.is_of_full:
             return self._part_of_full(matrix, part, index)
         matrix_index = self._format.in_matrix(part, index)
         if self._last != (matrix, matrix_index) or part not in self._parts:
@@ -182,8 +182,7 @@ class QuantisedReads:
         return np.stack(codes), np.stack(absmax)
 
     def _part_of_full(self, matrix: str, part: str, index: Sequence[slice]) -> np.ndarray:
-        """A slice of a part, from the quantised full matrix or the full matrices of a slice of a stack: scales that are
-        quantised themselves depend on the others."""
+        """A slice of a part, from the quantised full matrix or the full matrices of a slice of a stack."""
         shape = self._shapes[matrix]
         is_stack = len(shape) == 3
         numbers = index[0] if is_stack else None

@@ -5,6 +5,8 @@ the nearest of 16 levels, those of nf4 (appendix E of the paper: quantiles of a 
 exponent, 1 of mantissa) or of int4 (16 even steps); in int8 one of 255 even steps. Halves round down in 4 bits, to even
 in int8.
 
+llm_int8 has one block for all inputs, of values rounded to float16; its products are those of `llm_int8`.
+
 Of 16 even steps around 0 one side has one more. In int4 that is the side of the block's largest value: its scale has
 the sign of that value, which is stored exactly, as llama.cpp's Q4_0 does.
 
@@ -39,6 +41,9 @@ INT4 = tuple(1 - code / 8 for code in range(16))
 LEVELS = {"nf4": NF4, "fp4": FP4, "int4": INT4}
 """The value of each code."""
 _STEPS = 127
+LLM_INT8 = "llm_int8"
+"""Name of the format whose blocks are all inputs of a matrix."""
+_IN_8_BITS = ("int8", LLM_INT8)
 CODES = "codes"
 ABSMAX = "absmax"
 NESTED_ABSMAX = "nested_absmax"
@@ -66,9 +71,9 @@ class BlockFormat:
     """
 
     dtype: str
-    """nf4, fp4, int4 or int8."""
+    """nf4, fp4, int4, int8 or llm_int8."""
     block: int
-    """Inputs of a block: even, and a divisor of I."""
+    """Inputs of a block: even, and a divisor of I. 0 with llm_int8."""
     double_quant: bool = False
     """True where the scales are quantised themselves, see `scale_quant`."""
 
@@ -85,18 +90,30 @@ class BlockFormat:
     @property
     def described(self) -> str:
         """The format in words, for messages."""
+        if self.dtype == LLM_INT8:
+            return self.dtype
         scales = ", with quantised scales" if self.double_quant else ""
         return f"{self.dtype} in blocks of {self.block}{scales}"
 
     @property
     def per_code(self) -> int:
         """Values in an element of the codes."""
-        return 1 if self.dtype == "int8" else 2
+        return 1 if self.has_steps else 2
 
     @property
     def stored_dtype(self) -> str:
         """Dtype of the codes."""
-        return "int8" if self.dtype == "int8" else "uint8"
+        return "int8" if self.has_steps else "uint8"
+
+    @property
+    def has_steps(self) -> bool:
+        """True for 255 even steps in 8 bits."""
+        return self.dtype in _IN_8_BITS
+
+    @property
+    def is_of_full(self) -> bool:
+        """True if codes and scales of a part of a matrix depend on all of it."""
+        return self.double_quant or self.dtype == LLM_INT8
 
     @property
     def dtypes(self) -> dict[str, str]:
@@ -108,8 +125,9 @@ class BlockFormat:
     def shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
         """The shapes of the parts of a matrix or a stack, by their names."""
         *stack, num_inputs, num_outputs = shape
-        assert num_inputs % self.block == 0, (shape, self)
-        num_rows = num_inputs // self.block
+        block = num_inputs if self.dtype == LLM_INT8 else self.block
+        assert num_inputs % block == 0, (shape, self)
+        num_rows = num_inputs // block
         found: dict[str, tuple[int, ...]] = {
             CODES: (*stack, num_inputs // self.per_code, num_outputs),
             ABSMAX: (*stack, num_rows, num_outputs),
@@ -120,7 +138,7 @@ class BlockFormat:
         return found
 
     def parts(self, matrix: np.ndarray) -> dict[str, np.ndarray]:
-        """The stored parts of a matrix, by their names; with `double_quant`, of a full matrix."""
+        """The stored parts of a matrix, by their names; if `is_of_full`, of a full matrix."""
         codes, absmax = self.quantise(matrix)
         if not self.double_quant:
             return {CODES: codes, ABSMAX: absmax}
@@ -136,6 +154,8 @@ class BlockFormat:
         """Codes and float32 scales of a matrix, or of whole blocks of it."""
         import numpy as np
 
+        if self.dtype == LLM_INT8:
+            return _in_steps_of_outputs(values)
         shapes = self.shapes(values.shape)
         codes = np.empty(shapes[CODES], self.stored_dtype)
         absmax = np.empty(shapes[ABSMAX], "float32")
@@ -159,7 +179,7 @@ class BlockFormat:
         """Codes of values from -1 to 1."""
         import numpy as np
 
-        if self.dtype == "int8":
+        if self.has_steps:
             return np.rint(scaled * np.float32(_STEPS)).astype("int8")
         order, middles = _thresholds(self.dtype)
         number = np.zeros(scaled.shape, "uint8")
@@ -173,8 +193,8 @@ class BlockFormat:
         import numpy as np
 
         num_blocks, num_outputs = absmax.shape
-        if self.dtype == "int8":
-            found = codes.reshape(num_blocks, self.block, num_outputs) * (absmax * np.float32(1 / _STEPS))[:, None]
+        if self.has_steps:
+            found = codes.reshape(num_blocks, -1, num_outputs) * (absmax * np.float32(1 / _STEPS))[:, None]
             return found.reshape(codes.shape)
         upper, lower = byte_levels(self.dtype)
         found = np.empty((codes.shape[0], 2, num_outputs), "float32")
@@ -187,17 +207,27 @@ class BlockFormat:
         return found.reshape(-1, num_outputs)
 
     def rounded(self, values: np.ndarray) -> np.ndarray:
-        """A matrix or a stack quantised and dequantised again, in float32; with `double_quant`, full ones."""
+        """A matrix or a stack quantised and dequantised again, in float32; if `is_of_full`, full ones."""
         import numpy as np
 
-        if not self.double_quant:
+        if not self.is_of_full:
             flat = values.reshape(-1, values.shape[-1])  # no block spans two matrices of a stack
             return self.dequantise(*self.quantise(flat)).reshape(values.shape)
         found = np.empty(values.shape, "float32")
         for matrix, rounded in zip(values.reshape(-1, *values.shape[-2:]), found.reshape(-1, *values.shape[-2:])):
-            codes, absmax, nested_absmax, nested_offset = self.parts(matrix).values()
-            rounded[:] = self.dequantise(codes, dequantise_scales(absmax, nested_absmax, nested_offset))
+            codes, absmax, *nested = self.parts(matrix).values()
+            rounded[:] = self.dequantise(codes, dequantise_scales(absmax, *nested) if nested else absmax)
         return found
+
+
+def _in_steps_of_outputs(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Codes [I, O] and scales [1, O] of llm_int8 for a full matrix, as bitsandbytes rounds them."""
+    import numpy as np
+
+    halves = values.astype("float16").astype("float32")
+    absmax = np.abs(halves).max(0)
+    factor = np.float32(_STEPS) / np.where(absmax != 0, absmax, np.float32(1))
+    return np.rint(halves * factor).astype("int8"), absmax[None]
 
 
 def block_format(dtype: str, num_inputs: int) -> BlockFormat:

@@ -17,7 +17,8 @@ from paddle.utils.dlpack import from_dlpack
 
 from llmsuite.base.typing import Tensor
 from llmsuite.devices.tensors import array_of, tensor_of
-from llmsuite.models.block_quant import BlockFormat, byte_levels
+from llmsuite.models import llm_int8
+from llmsuite.models.block_quant import LLM_INT8, BlockFormat, byte_levels
 from llmsuite.models.dynamic_map import BLOCK, dynamic_map
 from llmsuite.models.linear import WithMatmul, add_bias, is_matrix
 from llmsuite.models.scale_quant import dequantise_scales
@@ -89,12 +90,36 @@ class QuantisedMatrix(nn.Layer, WithMatmul, GroupedMatrix):
         return dequantise_scale_codes(absmax, nested_absmax, nested_offset, num_rows, self.first_scale)
 
 
+class LlmInt8Matrix(QuantisedMatrix):
+    """A frozen matrix whose products are those of LLM.int8; gradients are those of the dequantised matrix."""
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [..., I] times the matrix, plus a frozen bias [O], to [..., O]."""
+        return _Int8Product.apply(x, (self, bias))
+
+    def grouped_product(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """Grouped product, [N, O], as that of the base class."""
+        return _GroupedInt8Product.apply(x, (self,), list(counts))
+
+    @paddle.no_grad()
+    def int8_product(self, x: Tensor, bias: Tensor | None = None, number: int | None = None) -> Tensor:
+        """x [N, I] times the matrix, or that with an index in a stack, plus a bias, to [N, O]."""
+        codes = _local(self.codes)
+        return llm_int8.product(x, codes if number is None else codes[number], self._scales(number), bias)
+
+
+def quantised_matrix(shape: Sequence[int], format: BlockFormat) -> QuantisedMatrix:
+    """A matrix [I, O] or a stack of them in a format."""
+    cls = LlmInt8Matrix if format.dtype == LLM_INT8 else QuantisedMatrix
+    return cls(shape, format)
+
+
 class QuantisedLinear(nn.Layer):
     """A linear layer whose matrix is quantised."""
 
     def __init__(self, linear: nn.Linear, format: BlockFormat):
         super().__init__()
-        self.weight = QuantisedMatrix(linear.weight.shape, format)
+        self.weight = quantised_matrix(linear.weight.shape, format)
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
@@ -135,6 +160,28 @@ class _GroupedProduct(PyLayer):
         return by_matrix(
             gradient, ctx.counts, lambda rows, number: stack.matmul(rows, stack.one(number, dtype), transpose_y=True)
         )
+
+
+class _Int8Product(_Product):
+    """The product of `LlmInt8Matrix`, whose gradient is that of the dequantised matrix. The bias is frozen."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, operands: tuple[LlmInt8Matrix, Tensor | None]) -> Tensor:
+        ctx.matrix, bias = operands
+        ctx.dtype = x.dtype
+        *others, num_inputs = x.shape
+        return ctx.matrix.int8_product(x.reshape([-1, num_inputs]), bias).reshape([*others, -1])
+
+
+class _GroupedInt8Product(_GroupedProduct):
+    """`_Int8Product` for a stack, whose matrices have the outliers of their own rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, stacks: tuple[LlmInt8Matrix], counts: list[int]) -> Tensor:
+        (ctx.stack,) = stacks
+        ctx.dtype = x.dtype
+        ctx.counts = counts
+        return by_matrix(x, counts, lambda rows, number: ctx.stack.int8_product(rows, number=number))
 
 
 def by_matrix(x: Tensor, counts: Sequence[int], product: Callable[[Tensor, int], Tensor]) -> Tensor:
@@ -185,7 +232,7 @@ def dequantise(codes: Tensor, absmax: Tensor, format: BlockFormat) -> Tensor:
 def dequantise_on_device(codes: Tensor, absmax: Tensor, format: BlockFormat) -> Tensor:
     """`dequantise` by Paddle's operations."""
     num_blocks, num_outputs = absmax.shape
-    if format.dtype == "int8":
+    if format.has_steps:
         found = codes.astype("float32")
         absmax = absmax * float(np.float32(1 / 127))
     else:
@@ -213,4 +260,4 @@ def quantise_matrices(model: nn.Layer, modules: Sequence[str], format: BlockForm
         else:
             shape = layer.weight.shape
             del layer.weight  # else Paddle accepts only a parameter under this name
-            layer.weight = QuantisedMatrix(shape, format)
+            layer.weight = quantised_matrix(shape, format)

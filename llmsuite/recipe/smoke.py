@@ -12,6 +12,7 @@ from llmsuite.contract.schema.degrees import Degrees, degrees_of
 from llmsuite.contract.schema.recipe import Recipe
 from llmsuite.contract.schema.section import value_at
 from llmsuite.contract.specs import ModelFamily, RunSpec, StageProfile, StageSpec
+from llmsuite.models.block_quant import LLM_INT8
 from llmsuite.models.mtp import num_mtp_layers
 from llmsuite.models.protocols import shape_fields, window_of
 from llmsuite.recipe.load import REMOVE, LoadedRecipe
@@ -96,7 +97,7 @@ def _small_sizes(recipe: Recipe) -> dict[str, Any]:
     keys: dict[str, Any] = {}
     if recipe.generation.max_new_tokens is not None:
         keys |= _ANSWERS
-    if recipe.lora.base_dtype is not None:
+    if recipe.lora.base_dtype not in (None, LLM_INT8):
         keys["lora.base_block"] = _SMALL_BLOCK
     return keys
 

@@ -20,6 +20,7 @@ from tests.support.lora_meshes import (
     ENDS,
     EP,
     EXPERTS,
+    INT8,
     INTERLEAVED,
     NF4,
     NF4_EXPERTS,
@@ -53,6 +54,7 @@ ONES = {
     "doubled": case("doubled", words=("--train.micro_batch_size=8",), **DOUBLED),
     "doubled experts": case("doubled experts", words=("--train.micro_batch_size=8",), **DOUBLED_EXPERTS),
     "ends": case("ends", words=("--train.micro_batch_size=8",), **ENDS),
+    "int8": case("int8", **INT8),
 }
 # other kinds of adapters, and other meshes: test_lora and test_adapter_methods in tests/parity
 MANY: dict[str, tuple[str, Case]] = {
@@ -78,6 +80,7 @@ MANY: dict[str, tuple[str, Case]] = {
         case("experts-stage3", 2, {**EP, "sharding": "stage3"}, (RECOMPUTE,), **EXPERTS),
     ),
     "lokr, tp2, sequence parallel": ("lokr", case("lokr-tp", 2, {**TP, **SP}, (RECOMPUTE,), **LOKR)),
+    "int8, stage3, recompute": ("int8", case("int8-stage3", 2, {"sharding": "stage3"}, (RECOMPUTE,), **INT8)),
     "dpo, tp2": ("dpo", case("dpo-tp", 2, TP, **PREFERENCE)),
     "nf4, tp2, sequence parallel, recompute": ("nf4", case("nf4-tp", 2, {**TP, **SP}, (RECOMPUTE,), **NF4)),
     "doubled, tp2, sequence parallel": ("doubled", case("doubled-tp", 2, {**TP, **SP}, **DOUBLED)),
@@ -90,7 +93,7 @@ MANY = few(
     MANY,
     "dora, tp2, sequence parallel", "lokr, tp2, sequence parallel", "ends, pp2", "nf4 experts, ep2, stage3",
     "experts, ep2, stage3", "nf4, tp2, sequence parallel, recompute",
-    "doubled experts, ep2, stage3",
+    "doubled experts, ep2, stage3", "int8, stage3, recompute",
 )  # fmt: skip
 CONTINUED: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "adamw": (ADAMW, {**TP, **SP}),  # type: ignore[dict-item]
@@ -122,7 +125,13 @@ def test_a_strategy_equals_one_process(runner: Runner, failed: dict[str, str], n
     assert one not in failed, failed[one]
     assert many.name not in failed, failed[many.name]
     # a second factor begins at zero: it is nothing but a sum of gradients, and has no more digits than those
-    assert compare(runner, one, many.name, STEM, GRADIENT_LIMIT).problems == []
+    limit = GRADIENT_LIMIT
+    metrics = {}
+    if one == "int8":  # after the first step, inputs may round to the next of their 255 steps
+        limit = 1e-2
+        metrics = dict.fromkeys(("loss", "grad_norm"), 1e-3)
+    found = compare(runner, one, many.name, STEM, limit, metric_limits=metrics)
+    assert found.problems == []
 
 
 def test_nothing_is_sent_for_the_gradients_of_the_base(runner: Runner, failed: dict[str, str]) -> None:

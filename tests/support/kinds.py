@@ -17,8 +17,8 @@ from llmsuite.inference.load import load_model
 from tests.support.adapter_models import IDS, adapted, base_of, factors_of, write
 from tests.support.families import FAMILIES
 
-METHODS = ("mixer", "dora", "pissa", "lora_ga", "mora", "vera", "lokr")
-BEGINNINGS = ("pissa", "lora_ga")
+METHODS = ("mixer", "dora", "pissa", "olora", "lora_ga", "mora", "vera", "lokr")
+BEGINNINGS = ("pissa", "olora", "lora_ga")
 """Kinds that are values of `lora.init`."""
 STRUCTURED = ("mora", "lokr")
 """Kinds that are not pairs of factors."""

@@ -32,6 +32,8 @@ ENDS = {**ADAMW, "run": ('--lora.target_modules=["embed_tokens", "lm_head", "lay
 NF4 = {
     "run": ("--lora.base_dtype=nf4", "--lora.base_block=16", '--lora.target_modules=["q_proj", "o_proj", "up_proj"]')
 }
+# of one micro-batch, whose outliers they depend on
+INT8 = {"run": ("--lora.base_dtype=llm_int8", "--train.micro_batch_size=1")}
 # in blocks so small that a matrix has several blocks of scales
 DOUBLED = {
     "run": (

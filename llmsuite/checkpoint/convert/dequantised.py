@@ -29,7 +29,7 @@ class DequantisedModel(ModelDirectory):
             return self._rounded(super().read(name))
         *stack, inputs, outputs = index
         start, stop, _ = inputs.indices(self.spec(name).shape[-2])
-        if self.format.double_quant:  # a scale depends on all of its matrix
+        if self.format.is_of_full:  # a scale depends on all of its matrix
             return self._rounded(super().read(name, [*stack, *[slice(None)] * 2]))[..., inputs, outputs]
         block = self.format.block
         first = start // block * block

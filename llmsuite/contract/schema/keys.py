@@ -225,7 +225,10 @@ ALIASES = {
 }
 """Names of keys in other suites, for hints: our key -> their names."""
 
-_FULL_DISTRIBUTION = "not supported: the loss uses the log-probabilities of the full distribution; nearest keys: rollout.top_p, rollout.top_k"
+_FULL_DISTRIBUTION = (
+    "not supported: the loss uses the log-probabilities of the full distribution; nearest keys: rollout.top_p, "
+    "rollout.top_k"
+)
 UNSUPPORTED_KEYS = {f"rollout.{name}": _FULL_DISTRIBUTION for name in ("min_p", "repetition_penalty")}
 """Keys of other suites that recipes lack although another section has a key of that name -> the reason."""
 

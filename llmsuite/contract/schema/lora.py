@@ -9,7 +9,7 @@ from typing import Literal
 from llmsuite.contract.schema.numbers import Decay, PositiveFloat, PositiveInt, Rank
 from llmsuite.contract.schema.section import Section, keys_except
 from llmsuite.models.adapter_method import METHODS, AdapterConfig, AdapterMethod, find_method
-from llmsuite.models.block_quant import BlockFormat
+from llmsuite.models.block_quant import LLM_INT8, BlockFormat
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -25,11 +25,12 @@ class LoraSection(Section):
     parameters and no scaling (Jiang et al. 2024, arXiv 2405.12130). vera: frozen random A and B, shared by all
     matrices, each followed by a trained vector (Kopiczko et al. 2023, arXiv 2310.11454). lokr: a Kronecker product
     instead of A B (Yeh et al. 2023, arXiv 2309.14859)."""
-    init: Literal["default", "pissa", "lora_ga"] = "default"
+    init: Literal["default", "pissa", "olora", "lora_ga"] = "default"
     """Initialisation of A and B. default: A random, B zero. pissa: the principal singular vectors of W, with the
-    initial A B subtracted from W (Meng et al. 2024, arXiv 2404.02948). lora_ga: singular vectors of the gradient of W
-    over the first batches, the largest for A and the next ones for B, with the initial A B subtracted from W (Wang et
-    al. 2024, arXiv 2407.05000). pissa and lora_ga need method lora."""
+    initial A B subtracted from W (Meng et al. 2024, arXiv 2404.02948). olora: factors of a QR decomposition of W, with
+    the initial A B subtracted from W (Büyükakyüz 2024, arXiv 2406.01775). lora_ga: singular vectors of the gradient of
+    W over the first batches, the largest for A and the next ones for B, with the initial A B subtracted from W (Wang et
+    al. 2024, arXiv 2407.05000). pissa, olora and lora_ga need method lora."""
     init_batches: PositiveInt = 1
     """With lora_ga: number of global batches, from the first on, whose gradients are summed for the initialisation. The
     run then trains on these batches as usual."""
@@ -58,12 +59,14 @@ class LoraSection(Section):
     they stay one. false: such a model is refused. It has no effect on a model with two matrices."""
     lora_plus_ratio: PositiveFloat = 1.0
     """Learning rate of B divided by that of A (LoRA+, Hayou et al. 2024, arXiv 2402.12354)."""
-    base_dtype: Literal["nf4", "fp4", "int8"] | None = None
+    base_dtype: Literal["nf4", "fp4", "int8", "llm_int8"] | None = None
     """Quantise the frozen matrices of attention and MLP to 4 or 8 bits, with one scale per block (QLoRA, Dettmers et
-    al. 2023, arXiv 2305.14314). null: keep them in engine.precision."""
+    al. 2023, arXiv 2305.14314). llm_int8: one scale for each output, and inputs in 8 bits too, except columns with
+    outliers (LLM.int8, Dettmers et al. 2022, arXiv 2208.07339; load_in_8bit of bitsandbytes). null: keep them in
+    engine.precision."""
     base_block: PositiveInt = 64
-    """With base_dtype: number of input dimensions of a matrix that share a scale. An even number that divides the input
-    dimension of every quantised matrix; with tensor parallelism, of its shard on each rank."""
+    """With base_dtype nf4, fp4 or int8: number of input dimensions of a matrix that share a scale. An even number that
+    divides the input dimension of every quantised matrix; with tensor parallelism, of its shard on each rank."""
 
     base_double_quant: bool = False
     """With base_dtype nf4 or fp4: quantise the scales too (QLoRA, section 3: double quantisation): to 8 bits, with one
@@ -74,6 +77,8 @@ class LoraSection(Section):
         """Quantisation format of the frozen matrices; None where they are kept in engine.precision."""
         if self.base_dtype is None:
             return None
+        if self.base_dtype == LLM_INT8:
+            return BlockFormat(LLM_INT8, 0)
         return BlockFormat(self.base_dtype, self.base_block, self.base_double_quant)
 
     @property
@@ -98,8 +103,9 @@ class LoraSection(Section):
             yield "init", f"is {self.init}, which needs lora.method lora; set it to default, or lora.method to lora"
         if self.base_block % 2:
             yield "base_block", f"is {self.base_block}; it has to be even, because two 4-bit values share a byte"
-        if self.base_double_quant and self.base_dtype == "int8":
-            yield "base_double_quant", "is true, but base_dtype is int8; set that to nf4 or fp4, or this to false"
+        if self.base_double_quant and self.base_dtype in ("int8", LLM_INT8):
+            message = f"is true, but base_dtype is {self.base_dtype}; set that to nf4 or fp4, or this to false"
+            yield "base_double_quant", message
 
     def unused(self) -> Iterator[tuple[str, str]]:
         if self.rank is None:
@@ -115,3 +121,5 @@ class LoraSection(Section):
         if self.base_dtype is None:
             for key in ("base_block", "base_double_quant"):
                 yield key, "has no effect while base_dtype is null; set that too, or remove it"
+        elif self.base_dtype == LLM_INT8:
+            yield "base_block", "has no effect with base_dtype llm_int8, whose blocks are all inputs; remove it"

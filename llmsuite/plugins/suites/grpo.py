@@ -127,8 +127,8 @@ def _use_fewer_ranks(run: Run, recipe: dict[str, Any], prompts: int) -> None:
     if ranks == 1:
         recipe["parallel"].pop("sharding", None)
     run.note(
-        f"launch: the {prompts} prompts of a step are on {ranks} data ranks, as the completions of a prompt stay on one "
-        f"of them; {ranks * tensor} of {total} devices are used, with parallel.tensor_parallel_degree {tensor}"
+        f"launch: the {prompts} prompts of a step are on {ranks} data ranks, as the completions of a prompt stay on "
+        f"one; {ranks * tensor} of {total} devices are used, with tensor_parallel_degree {tensor}"
     )
 
 

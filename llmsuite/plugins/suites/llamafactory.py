@@ -11,6 +11,7 @@ from llmsuite.base.errors import UserError
 from llmsuite.plugins.suites import llamafactory_arguments, llamafactory_data, model, trainer
 from llmsuite.plugins.suites.conversion.kinds import is_on
 from llmsuite.plugins.suites.suite import Run, Suite
+from llmsuite.plugins.suites.swift_templates import SUPERVISED_ANSWER, chatml_text
 
 _DEFAULTS = trainer.Defaults(recompute=True)
 _STAGES = {"pt": "pretrain", "sft": "sft", "dpo": "dpo", "kto": "kto"}
@@ -25,6 +26,23 @@ _NEAREST = {
     "glm4_moe": "glm4.5", "gpt_oss": "gpt-oss", "phi": "phi3", "phi4": "phi4",
 }  # fmt: skip
 """Templates for the same models that differ, such as in spaces, tools or a default system turn."""
+_QWEN_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+_EMPTY_THOUGHT = (
+    "{%- if '<think>' not in content and '</think>' not in content %}"
+    # its white space would be joined with that of the thought, of which LLaMA-Factory makes tokens of their own
+    "{%- if content[:1] | trim != content[:1] %}"
+    "{{- raise_exception('this template writes no answer without a thought that begins with white space') }}"
+    "{%- endif %}"
+    "{%- set content = '<think>\\n\\n</think>\\n\\n' + content %}"
+    "{%- endif %}"
+)
+"""Text that begins an answer without a thought by an empty one, which is supervised."""
+_TEXTS = {
+    "qwen": (r"qwen-?2(\.5)?-", chatml_text(_QWEN_SYSTEM, "", SUPERVISED_ANSWER)),
+    "qwen3": (r"qwen-?3-", chatml_text(None, _EMPTY_THOUGHT, SUPERVISED_ANSWER)),
+}
+"""Templates -> pattern of the models whose tokenizers have their tokens, and a text that writes the same turns, for
+rows without tools in sft."""
 _LOSSES = {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo_mean", "simpo": "simpo"}
 
 
@@ -138,9 +156,13 @@ def _own_section(run: Run) -> dict[str, Any]:
         run.note(
             "sft.truncate: truncates the end of a long row; LLaMA-Factory truncates prompts and answers in proportion"
         )
-        return {"truncate": True}
+        return {"truncate": True, **({"loss": "dft"} if run.flag("use_dft_loss") else {})}
     if run.section == "pretrain":
+        if run.flag("use_dft_loss"):
+            run.refuse("use_dft_loss", True, "is a loss of sft")
         return {}
+    if run.flag("use_dft_loss"):
+        run.refuse("use_dft_loss", True, "is a loss of sft")
     run.note("data.max_length: longer rows are dropped and counted; LLaMA-Factory truncates their prompts and answers")
     own: dict[str, Any] = {"beta": float(run.number("pref_beta", 0.1))}
     if run.section == "kto":
@@ -188,7 +210,8 @@ def _data(run: Run) -> dict[str, Any]:
         run.note("data.packing: packs are filled best-fit, so there may be fewer packs than with LLaMA-Factory")
     if run.section != "pretrain":
         template = _template(run)
-        found |= template | model.system(run, "default_system", "chat_template" not in template)
+        has_system = template.get("chat_template", _TEXTS["qwen"][1]) == _TEXTS["qwen"][1]
+        found |= template | model.system(run, "default_system", has_system)
     else:
         system = run.take("default_system")
         run.take("template")
@@ -232,6 +255,13 @@ def _template(run: Run) -> dict[str, Any]:
             "supervised"
         )
         return {}
+    if run.section == "sft" and name in _TEXTS and re.search(_TEXTS[name][0], weights, re.IGNORECASE):
+        thinking = run.given("enable_thinking")
+        if name == "qwen3" and thinking is not None and not is_on(thinking):
+            run.refuse("enable_thinking", thinking, "removes thoughts; nearest key: data.chat_template")
+        run.note("data.chat_template: the text of LLaMA-Factory's template, which refuses rows that it does not write "
+                 "alike; what it has in {% generation %} is supervised")  # fmt: skip
+        return {"chat_template": _TEXTS[name][1]}
     why = "is a template of LLaMA-Factory"
     if name in _OWN_TEMPLATES:
         why = "adds a default system turn"

@@ -18,7 +18,6 @@ REFUSED: Mapping[str, Refusal] = {
     "use_badam": _OTHER_OPTIMIZER,
     "use_adam_mini": _OTHER_OPTIMIZER,
     "use_muon": _OTHER_OPTIMIZER,
-    "use_dft_loss": _OTHER_LOSS,
     "use_asft_loss": _OTHER_LOSS,
     "use_eaft_loss": _OTHER_LOSS,
     "image_*": _IMAGES,
@@ -125,6 +124,8 @@ IGNORED: Mapping[str, str] = {
     **trainer.IGNORED,
 }
 TRANSLATIONS: Mapping[str, str] = {
+    "use_dft_loss": "sft.loss",
+    "enable_thinking": "data.chat_template",
     "pure_bf16": "train.master_weights, engine.precision",
     "stage": "stage",
     "finetuning_type": "stage, lora.rank",

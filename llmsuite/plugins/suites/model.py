@@ -108,10 +108,18 @@ def bits(run: Run, four: bool, eight: tuple[str, Any], kind: tuple[str, str], do
         kind: name and value of the argument for nf4 or fp4.
         doubled: True for double quantisation, which also quantises the scales.
     """
-    if eight[1]:
-        run.refuse(*eight, "LLM.int8 keeps outliers in 16 bits; nearest key: lora.base_dtype, with int8")
+    if eight[1] and not four:
+        if run.has_experts:
+            why = "which matrices of experts are in 8 bits depends on the version of transformers"
+            run.refuse(*eight, f"{why}; nearest key: lora.base_dtype, with llm_int8")
+        run.note(
+            "lora.base_dtype: llm_int8 has the outliers of the tokens of a micro-batch; there its padding counts too"
+        )
+        return {"base_dtype": "llm_int8"}
     if not four:
         return {}
     if kind[1] not in ("nf4", "fp4"):
         run.refuse(*kind, "lora.base_dtype has nf4, fp4 and int8")
+    if eight[1]:
+        run.refuse(*eight, "is given with 4 bits")
     return {"base_dtype": kind[1], **({"base_double_quant": True} if doubled else {})}

@@ -353,9 +353,10 @@ def data(run: Run, hub: str) -> dict[str, Any]:
         found["format"] = formats
     cognitions = [_is_cognition(source.partition("?")[0]) for source in (*sources, *held_out)]
     if any(cognitions):
-        found["fill"] = _names(run)
+        if names := _names(run):
+            found["fill"] = names
         run.take("model_name", WORDS), run.take("model_author", WORDS)
-        if not all(cognitions):
+        if not all(cognitions) and "fill" in found:
             run.note("data.fill: replaces these texts in the rows of all files; ms-swift, in those of self-cognition")
     columns = run.take("columns", ONE_OR_MAPPING)
     if columns:
@@ -508,7 +509,11 @@ def _source(run: Run, key: str, word: str, hub: str, formats: dict[str, str]) ->
     if _is_cognition(name):
         if subset and own is None:
             run.refuse(key, word, "adds texts to questions and answers; write its rows into a file")
-        if not {"{{NAME}}", "{{AUTHOR}}"} <= set(_names(run)):
+        has_none = run.given("model_name") is None and run.given("model_author") is None
+        if has_none:
+            run.note(f"{key}: {{{{NAME}}}} and {{{{AUTHOR}}}} stay in rows, as ms-swift leaves them without model_name "
+                     "and model_author")  # fmt: skip
+        elif not {"{{NAME}}", "{{AUTHOR}}"} <= set(_names(run)):
             why = "needs one model_name and one model_author, of one word; otherwise write its rows into a file"
             run.refuse(key, word, why)
     options = f"&config={subset}" if subset else ""
@@ -610,10 +615,10 @@ def _lora(run: Run) -> dict[str, Any]:
     if ratio:
         found["lora_plus_ratio"] = float(ratio)
     init = str(run.take("init_weights")).lower()
-    if init == "pissa":
-        found["init"] = "pissa"
+    if init in ("pissa", "olora"):
+        found["init"] = init
     elif init not in ("none", "true"):
-        run.refuse("init_weights", init, "lora.init has default and pissa")
+        run.refuse("init_weights", init, "lora.init has default, pissa and olora")
     found |= model.target_modules(run, "target_modules", ("all-linear",), "all-linear")
     number = run.number("quant_bits", None)
     method = run.take("quant_method")

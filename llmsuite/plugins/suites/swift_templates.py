@@ -138,18 +138,31 @@ def chatml(system: str | None, has_thoughts: bool, loss_scale: str) -> str:
         has_thoughts: True to begin each answer without a thought by an empty one.
         loss_scale: one of `_ANSWERS`.
     """
+    return chatml_text(system, _EMPTY_THOUGHT if has_thoughts else "", _ANSWERS[loss_scale])
+
+
+SUPERVISED_ANSWER = _ANSWERS["default"]
+"""Text that writes an answer and the end of its turn with the line break, all of it supervised."""
+_EMPTY_THOUGHT = (
+    "{%- if not content.startswith('<think>') %}"
+    "{%- set content = '<think>\\n\\n</think>\\n\\n' + content %}"
+    "{%- endif %}"
+)
+
+
+def chatml_text(system: str | None, thought: str, answer: str) -> str:
+    """Return the text of a template in the form of ChatML, for conversations without tools.
+
+    Args:
+        system: text of the system turn of rows without one; None for no turn.
+        thought: text that changes `content`, that of an answer, before it is written.
+        answer: text that writes `content`.
+    """
     first = ""
     if system is not None:
         first = (
             "{%- if messages[0].role != 'system' %}"
             f"{{{{- '<|im_start|>system\\n{system}<|im_end|>\\n' }}}}"
-            "{%- endif %}"
-        )
-    thought = ""
-    if has_thoughts:
-        thought = (
-            "{%- if not content.startswith('<think>') %}"
-            "{%- set content = '<think>\\n\\n</think>\\n\\n' + content %}"
             "{%- endif %}"
         )
     return (
@@ -160,7 +173,7 @@ def chatml(system: str | None, has_thoughts: bool, loss_scale: str) -> str:
         "{%- if message.role == 'assistant' %}"
         f"{thought}"
         "{{- '<|im_start|>assistant\\n' }}"
-        f"{_ANSWERS[loss_scale]}"
+        f"{answer}"
         "{%- elif message.role == 'tool' %}"
         "{{- raise_exception('this template writes no tools') }}"
         # an empty system turn is none

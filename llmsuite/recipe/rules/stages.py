@@ -10,6 +10,7 @@ from llmsuite.base.errors import UserError
 from llmsuite.contract.schema.rule import Rule, Violation
 from llmsuite.contract.schema.section import changed_keys, value_at
 from llmsuite.contract.schema.stage_keys import HasReference
+from llmsuite.models.block_quant import LLM_INT8
 from llmsuite.models.protocols import HasShapes, num_stored_mtp_layers
 from llmsuite.models.targets import expert_modules, has_own_head, linear_modules, matches, quantised_modules
 from llmsuite.recipe.rules.context import RuleContext
@@ -166,6 +167,12 @@ def _no_quantised_base(context: RuleContext) -> Iterator[Violation]:
             key,
             f"is {lora.base_dtype}; family {context.family.name} has no parameter_shapes; set it to null",
         )
+        return
+    if lora.base_dtype == LLM_INT8:
+        for degree, size in (("tensor", tp), ("expert", context.recipe.parallel.expert_parallel_degree)):
+            if size > 1:
+                message = f"is {LLM_INT8}, whose outliers are of all inputs and rows of a product"
+                yield key, f"{message}; set parallel.{degree}_parallel_degree to 1"
         return
     shapes = names.parameter_shapes(context.config)
     for module in quantised_modules(shapes, context.shard_plan):

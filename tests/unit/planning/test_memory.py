@@ -112,6 +112,8 @@ def test_adapters_are_where_the_model_has_them(family: str, shape: dict[str, Any
     [
         ("llama", ["--lora.base_dtype=nf4"], "uint8"),
         ("llama", ["--lora.base_dtype=int8"], "int8"),
+        ("llama", ["--lora.base_dtype=llm_int8"], "int8"),
+        ("deepseek", ["--lora.base_dtype=llm_int8"], "int8"),
         ("deepseek", ["--lora.base_dtype=nf4"], "uint8"),
         ("llama", ["--lora.base_dtype=nf4", "--lora.base_double_quant=true"], "uint8"),
         ("deepseek", ["--lora.base_dtype=fp4", "--lora.base_double_quant=true"], "uint8"),

@@ -171,6 +171,16 @@ def test_accumulate_steps_follow_from_batch_sizes(plan: Plan) -> None:
             "is nf4, which to_static does not support; set engine.mode to dynamic",
         ),
         (
+            {
+                "parallel.tensor_parallel_degree": 8,
+                "launch.num_devices": 8,
+                "lora": {"rank": 2, "base_dtype": "llm_int8"},
+            },
+            "lora.base_dtype",
+            "is llm_int8, whose outliers are of all inputs and rows of a product; set parallel.tensor_parallel_degree "
+            "to 1",
+        ),
+        (
             {"lora.rank": 2, "lora.base_dtype": "int8", "lora.base_block": 48},
             "lora.base_block",
             "is 48, which does not divide the 4096 inputs of model.layers.0.self_attn.q_proj; use 16",
@@ -254,6 +264,16 @@ def test_accumulate_steps_follow_from_batch_sizes(plan: Plan) -> None:
             {"lora": {"rank": 2, "base_dtype": "int8", "base_double_quant": True}},
             "lora.base_double_quant",
             "is true, but base_dtype is int8; set that to nf4 or fp4, or this to false",
+        ),
+        (
+            {"lora": {"rank": 2, "base_dtype": "llm_int8", "base_double_quant": True}},
+            "lora.base_double_quant",
+            "is true, but base_dtype is llm_int8; set that to nf4 or fp4, or this to false",
+        ),
+        (
+            {"lora": {"rank": 2, "base_dtype": "llm_int8", "base_block": 32}},
+            "lora.base_block",
+            "has no effect with base_dtype llm_int8, whose blocks are all inputs; remove it",
         ),
         (
             {"lora": {"rank": 2, "base_dtype": "nf4", "base_block": 5}},

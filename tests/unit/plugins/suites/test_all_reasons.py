@@ -115,7 +115,7 @@ def test_arguments_that_axolotl_renames(converted: Converted) -> None:
             {**llamafactory.SFT, "quantization_bit": 4, "quantization_type": "int4"},
             r"quantization_type = int4: lora\.base_dtype has",
         ),
-        ("from-swift", {**swift.BARE, "quant_bits": 8, "quant_method": "bnb"}, "quant_bits = 8: LLM.int8"),
+        ("from-swift", {**swift.BARE, "quant_bits": 3, "quant_method": "bnb"}, "quant_method = bnb: with 3 bits"),
         ("from-swift", {**swift.BARE, "train_type": "adalora"}, "train_type = adalora: supported are"),
     ],
 )

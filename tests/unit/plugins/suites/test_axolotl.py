@@ -237,7 +237,17 @@ def test_paged_adamw_without_decay_is_adamw(converted: Converted) -> None:
             "trust_remote_code = True: is for code of the weights, which may add a load-balancing loss",
         ),
         ({**BARE, "float16": True}, "float16 = True: has no loss scale for parameters in fp16"),
-        ({**BARE, "load_in_8bit": True}, "load_in_8bit = True"),
+        ({**BARE, "load_in_8bit": True, "load_in_4bit": True}, "load_in_8bit = True: is given with 4 bits"),
+        (
+            {
+                **BARE,
+                "load_in_8bit": True,
+                "base_model": "Qwen/Qwen1.5-MoE-A2.7B",
+                "lora_target_linear": None,
+                "lora_target_modules": ["q_proj"],
+            },
+            "load_in_8bit = True: which matrices of experts are in 8 bits",
+        ),
         ({**BARE, "optimizer": "adamw_torch_8bit"}, "optimizer = adamw_torch_8bit: train.optimizer has adamw"),
         (
             {**BARE, "optimizer": "adamw_bnb_8bit", "fsdp": ["full_shard"]},

@@ -157,7 +157,7 @@ def test_groups_that_are_split_over_ranks_stay_on_one(converted: Converted) -> N
         recipe = found.recipe
         assert any(note.startswith("launch: the ") for note in found.notes)
         assert recipe["train"]["micro_batch_size"] == 1
-        parallel = recipe["parallel"] if "parallel" in recipe else {}
+        parallel = recipe.get("parallel", {})
         tensor = parallel.get("tensor_parallel_degree", 1)
         return recipe["train"]["global_batch_size"], recipe["launch"], tensor, parallel.get("sharding")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from llmsuite.base.errors import UserError
 from llmsuite.cli.main import main
 from tests.support.llamafactory import ACTION, DPO, FULL, SFT
 from tests.unit.plugins.suites.conftest import Converted
+from tests.unit.plugins.suites.test_swift_templates import marked
 
 BARE = {"model_name_or_path": "Qwen/Qwen3-8B", "do_train": True, "dataset": "mine"}
 
@@ -84,6 +86,9 @@ def test_adapters(converted: Converted) -> None:
     assert lora(pissa_init=True)["init"] == "pissa"
     assert lora(quantization_bit=4, double_quantization=False)["base_dtype"] == "nf4"
     assert lora(quantization_bit=4)["base_double_quant"] is True
+    eight = lora(quantization_bit=8)
+    assert eight["base_dtype"] == "llm_int8"
+    assert "base_double_quant" not in eight
 
 
 def test_strategy_and_schedule(converted: Converted) -> None:
@@ -143,23 +148,23 @@ def test_revisions(converted: Converted) -> None:
 NOT_THE_SAME: list[tuple[dict[str, Any], str]] = [
     ({**SFT, "learning_rat": 5}, "learning_rat = 5: is not known; did you mean learning_rate"),
     ({**SFT, "template": "qwen"}, "template = qwen: adds a default system turn"),
-    ({**SFT, "template": "qwen", "model_name_or_path": "Qwen/Qwen2.5-7B"}, "template = qwen: adds a default system"),
+    ({**DPO, "template": "qwen", "model_name_or_path": "Qwen/Qwen2.5-7B"}, "template = qwen: adds a default system"),
+    ({**SFT, "template": "qwen3", "enable_thinking": False}, "enable_thinking = False: removes thoughts"),
     ({**SFT, "template": None, "default_system": ""}, 'default_system = "": turns the system turn of the template off'),
     ({**SFT, "val_size": 1}, "val_size = 1: is one row, or all rows as 1.0"),
     (
-        {**SFT, "template": "qwen3"},
+        {**DPO, "template": "qwen3"},
         r"template = qwen3: is a template of LLaMA-Factory \(nearest: data\.chat_template qwen3\)",
     ),
     ({**SFT, "packing": True}, "tokens attend to other rows of a pack"),
     ({**SFT, "val_size": 0.1, "streaming": True}, "val_size = 0.1: with streaming it holds the first rows"),
     ({**SFT, "early_stopping_steps": 3}, "early_stopping_steps = 3: needs load_best_model_at_end, and evaluations"),
     ({**SFT, "mask_history": True}, "mask_history = True"),
-    ({**SFT, "use_dft_loss": True}, "use_dft_loss = True"),
+    ({**DPO, "use_dft_loss": True}, "use_dft_loss = True: is a loss of sft"),
     ({**SFT, "neftune_noise_alpha": 5}, "neftune_noise_alpha = 5"),
     ({**SFT, "optim": "adafactor"}, "optim = adafactor: train.optimizer has adamw"),
     ({**SFT, "lr_scheduler_type": "polynomial"}, "lr_scheduler_type = polynomial"),
     ({**SFT, "num_train_epochs": 0.5}, "num_train_epochs = 0.5: train.num_epochs is an integer"),
-    ({**SFT, "quantization_bit": 8}, "quantization_bit = 8: LLM.int8"),
     ({**SFT, "quantization_bit": 4, "quantization_method": "hqq"}, "quantization_method = hqq"),
     ({**SFT, "model_name_or_path": "Qwen/Qwen3-30B-A3B"}, "lora_target = all: includes routed experts and gates"),
     ({**BARE, "model_name_or_path": "Qwen/Qwen3-30B-A3B"}, "lora_target = all: includes routed experts"),
@@ -212,6 +217,66 @@ def test_template_of_the_tokenizer(converted: Converted) -> None:
     assert "chat_template" not in converted(ACTION, qwen).recipe["data"]
     llama = {**SFT, "model_name_or_path": "meta-llama/Meta-Llama-3-8B-Instruct", "template": "llama3"}
     assert converted(ACTION, llama).recipe["data"]["chat_template"] == "llama3"
+
+
+def _text_of(converted: Converted, **values: Any) -> str:
+    text = converted(ACTION, {**SFT, **values}).recipe["data"]["chat_template"]
+    assert isinstance(text, str)
+    return text
+
+
+def _encoded(turns: Sequence[tuple[str, str]], system: str | None, has_thoughts: bool) -> str:
+    """The slots of LLaMA-Factory's templates qwen and qwen3 (ff6d4d12, data/template.py), with [ ] around the
+    responses, all of whose tokens are labels."""
+    found = ""
+    if turns[0][0] == "system":
+        (_, system), *turns = turns
+    if system:
+        found = f"{{system\n{system}}}\n"
+    for role, content in turns:
+        if role == "user":
+            found += f"{{user\n{content}}}\n{{assistant\n"
+            continue
+        has_thought = "<think>" in content or "</think>" in content
+        thought = "<think>\n\n</think>\n\n" if has_thoughts and not has_thought else ""
+        found += f"[{thought}{content}}}\n]"
+    return found
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        (("user", "Hi"), ("assistant", "Hello.")),
+        (("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello."), ("user", "2+2?"), ("assistant", "4 ")),
+        (("user", " a "), ("assistant", "<think>\nb\n</think>\n\nc"), ("user", "d"), ("assistant", "e</think>f")),
+        (("user", "a"), ("assistant", "")),
+    ],
+)
+def test_texts_of_templates(turns: Sequence[tuple[str, str]], converted: Converted) -> None:
+    qwen = _text_of(converted, template="qwen", model_name_or_path="Qwen/Qwen2-1.5B-Instruct")
+    default = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+    assert marked(qwen, *turns) == _encoded(turns, default, False)
+    assert marked(_text_of(converted, template="qwen3"), *turns) == _encoded(turns, None, True)
+
+
+def test_rows_that_a_text_does_not_write_alike(converted: Converted) -> None:
+    text = _text_of(converted, template="qwen3", enable_thinking=True)
+    with pytest.raises(UserError, match="begins with white space"):
+        marked(text, ("user", "a"), ("assistant", "\nb"))
+    assert marked(text, ("user", "a"), ("assistant", " <think>x</think>")) == _encoded(
+        [("user", "a"), ("assistant", " <think>x</think>")], None, True
+    )
+    qwen = {**SFT, "template": "qwen", "model_name_or_path": "Qwen/Qwen2.5-7B"}
+    assert converted(ACTION, {**qwen, "default_system": "Be brief."}).recipe["data"]["system"] == "Be brief."
+    with pytest.raises(UserError, match='default_system = "": turns the system turn of the template off'):
+        converted(ACTION, {**qwen, "default_system": ""})
+    empty = converted(ACTION, {**SFT, "template": "qwen3", "default_system": ""})
+    assert ("default_system", "", "the template has no system turn of its own") in empty.left_out
+
+
+def test_the_loss_dft(converted: Converted) -> None:
+    assert converted(ACTION, {**SFT, "use_dft_loss": True}).recipe["sft"] == {"truncate": True, "loss": "dft"}
+    assert "loss" not in converted(ACTION, {**SFT, "use_dft_loss": False}).recipe["sft"]
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

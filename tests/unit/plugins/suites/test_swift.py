@@ -99,6 +99,21 @@ def test_names_are_filled_in(converted: Converted) -> None:
     assert "model_name" in [key for key, _, _ in other.left_out]
 
 
+def test_names_that_are_not_given_stay_places(converted: Converted) -> None:
+    found = converted(ACTION, {**BARE, "dataset": ["one.jsonl", "swift/self-cognition"]})
+    assert "fill" not in found.recipe["data"]
+    assert any(note.startswith("dataset: {{NAME}} and {{AUTHOR}} stay in rows") for note in found.notes)
+    assert not any(note.startswith("data.fill") for note in found.notes)
+
+
+def test_evaluations_on_benchmarks_are_left_out(converted: Converted) -> None:
+    given = {"eval_use_evalscope": True, "eval_dataset": "gsm8k", "eval_limit": 10}
+    found = converted(ACTION, {**BARE, **given})
+    assert {key: why for key, _, why in found.left_out if key in given} == dict.fromkeys(
+        given, "evaluation on benchmarks is a command of its own: llmsuite eval"
+    )
+
+
 def test_data_sets_with_rules_of_their_own(converted: Converted) -> None:
     def data(**values: Any) -> Any:
         return converted(ACTION, {**BARE, **values}).recipe["data"]
@@ -245,8 +260,10 @@ def test_adapters_and_losses(converted: Converted) -> None:
 
     assert lora(target_modules="q_proj v_proj")["target_modules"] == ["q_proj", "v_proj"]
     assert lora(init_weights="pissa", lora_rank=4)["init"] == "pissa"
+    assert lora(init_weights="olora")["init"] == "olora"
     assert lora(quant_bits=4, quant_method="bnb", bnb_4bit_use_double_quant=False)["base_dtype"] == "nf4"
     assert lora(quant_bits=4, quant_method="bnb")["base_double_quant"] is True
+    assert lora(quant_bits=8, quant_method="bnb")["base_dtype"] == "llm_int8"
     assert lora(lorap_lr_ratio=16, use_rslora=True)["lora_plus_ratio"] == 16.0
     assert converted(ACTION, {**BARE, "truncation_strategy": "right"}).recipe["sft"] == {"truncate": True}
     ipo = converted(ACTION, {**RLHF, "loss_type": "ipo", "beta": 0.2}).recipe
@@ -272,7 +289,10 @@ def test_adapters_and_losses(converted: Converted) -> None:
         ({**RLHF, "dataset": "AI-ModelScope/alpaca-gpt4-data-zh"}, "alpaca-gpt4-data-zh by rules of its own"),
         ({**BARE, "dataset": "hjh0119/shareAI-Llama3-DPO-zh-en-emoji"}, "zh-en-emoji by rules of its own"),
         ({**BARE, "dataset": "org/rows:one/two"}, "is of several subsets; name each"),
-        ({**BARE, "dataset": "swift/self-cognition"}, "needs one model_name and one model_author"),
+        (
+            {**BARE, "dataset": "swift/self-cognition", "model_name": ["a", "b"], "model_author": ["c", "d"]},
+            "needs one model_name and one model_author",
+        ),
         ({**NAMED, "model_name": ["小黄", "Xiao Huang"]}, "needs one model_name and one model_author"),
         ({**NAMED, "model_name": "小黄 Xiao Huang"}, "needs one model_name and one model_author"),
         ({**NAMED, "dataset": "swift/self-cognition:other"}, "adds texts to questions and answers"),
@@ -319,7 +339,7 @@ def test_adapters_and_losses(converted: Converted) -> None:
         ({**SHARED, "gradient_accumulation_steps": 3}, "sequence_parallel_size = 2"),
         ({**RLHF, **SHARED, "rlhf_type": "dpo"}, "sequence_parallel_size = 2"),
         ({**BARE, "quant_bits": 4, "quant_method": "hqq"}, "quant_method = hqq"),
-        ({**BARE, "init_weights": "olora"}, "init_weights = olora"),
+        ({**BARE, "init_weights": "loftq"}, "init_weights = loftq"),
         ({**BARE, "task_type": "embedding"}, "task_type = embedding"),
         ({**BARE, "torch_dtype": "float8"}, "torch_dtype = float8"),
         ({**BARE, "learning_rat": 1}, "learning_rat = 1: is not known; did you mean learning_rate"),

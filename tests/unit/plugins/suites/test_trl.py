@@ -150,7 +150,7 @@ def test_strategy(converted: Converted) -> None:
         ({**SFT, "dataset_name": ".", "eval_strategy": "steps"}, "sft", "dataset_test_split = test: . has no file"),
         ({**SFT, "model_name_or_path": "Qwen/Qwen3-30B-A3B"}, "sft", r"router_aux_loss_coef = 0\.001"),
         ({**ADAPTERS, "lora_task_type": "SEQ_CLS"}, "sft", "lora_task_type = SEQ_CLS"),
-        ({**ADAPTERS, "load_in_8bit": True}, "sft", "load_in_8bit = True"),
+        ({**ADAPTERS, "load_in_8bit": True, "load_in_4bit": True}, "sft", "load_in_8bit = True: is given with 4"),
         ({**BARE, "loss_type": ["sigmoid", "sft"]}, "dpo", "loss_type = "),
         ({**BARE, "loss_type": "robust"}, "dpo", "loss_type = robust"),
         ({**BARE, "loss_type": "hinge", "label_smoothing": 0.1}, "dpo", "label_smoothing = 0.1"),
