@@ -28,14 +28,14 @@ FURTHER = {
     "multi": (
         "align all_to_all annotated annotated_programs annotated_styles answers bad_places bf16 bf16_lora "
         "bf16_programs bf16_rollouts buckets budgets chat_models chat_page chunked_loss doctor early_stopping "
-        "expert_parallel family_contract fp8 fused_projections gemma hang interrupted interrupted_twice killed_rollouts "
-        "large_files lattice longer_runs lora lora_further lora_ga machines matrix merge_distcp mtp mutations "
-        "notebooks order overlap own_disks packing paddle_scripts pipelines plugin_examples ppo ppo_engine prefix "
-        "program_expert_pipelines program_guard program_options program_pipelines program_rollouts programs python qat "
-        "rank_programs reft rehearse rehearse_recipes removals report_page reported_resumes restarts rollout_engine "
-        "rollouts saving "
-        "serve_adapters serve_ranks sim_further sim_removals sim_stages split_kernels standin standin_further "
-        "standin_programs studio_page token_accuracy traffic upstream vocabulary weighted_turns windows"
+        "expert_parallel family_contract fp8 fused_projections gemma hang interrupted interrupted_twice "
+        "killed_rollouts large_files lattice longer_runs lora lora_further lora_ga machines matrix merge_distcp mtp "
+        "mutations notebooks order overlap own_disks packing paddle_scripts pipelines plugin_examples ppo ppo_engine "
+        "prefix program_expert_pipelines program_guard program_options program_pipelines program_rollouts programs "
+        "python qat rank_programs reft rehearse rehearse_recipes removals report_page reported_resumes restarts "
+        "rollout_engine rollouts saving serve_adapters serve_ranks sim_further sim_removals sim_stages split_kernels "
+        "standin standin_further standin_programs studio_page token_accuracy traffic upstream vocabulary "
+        "weighted_turns windows"
     ),
     "unit/benchmarks": "roofline",
     "unit/checkpoint/convert": "merge_families merge_memory paddlenlp_peft",

@@ -251,8 +251,8 @@ def parallel_plan_of(recipe: Recipe, stage: StageSpec | JobSpec, device: DeviceS
 
 
 def _fuses_projections(recipe: Recipe, device: DeviceSpec, degrees: Degrees) -> bool:
-    """`parallel.fuse_projections` of a recipe that trains. Without it, true where no rule would refuse it, on a device that sends while it
-    computes: on others nothing but the sums themselves is saved."""
+    """`parallel.fuse_projections` of a recipe that trains. Without it, true where no rule would refuse it, on a device
+    that sends while it computes: on others nothing but the sums themselves is saved."""
     chosen = recipe.parallel.fuse_projections
     if chosen is not None:
         return chosen

