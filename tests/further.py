@@ -49,6 +49,7 @@ without `test_` and `.py`."""
 SAMPLED = {
     3: {
         "unit/adapters": "adapters lora_further methods prefix",
+        "unit/base": "supervisor",
         "unit/base/web": "client",
         "unit/checkpoint": "finite",
         "unit/checkpoint/convert": "gguf_export pdparams",
@@ -58,7 +59,6 @@ SAMPLED = {
         "unit/inference": (
             "batch bf16_cache chunked_prefill fused generate own_layers prefix_cache rank_shards refresh"
         ),
-        "unit/launch": "supervisor",
         "unit/models": ("documents family_plans family_references latent_attention llama_reference qat"),
         "unit/parallel": "chunked_loss collective schedule sharding static",
         "unit/parallel/program": "clip experts",

@@ -23,6 +23,7 @@ STALLED = 3
 """Exit code of a run that hangs."""
 _START_FACTOR = 3.0
 _STACK_SECONDS = 3.0
+_MAX_STACK_BYTES = 1 << 26
 _STACK_LINES = 30
 _LOOK_SECONDS = 0.05
 _MESSAGES = ("send", "receive")
@@ -214,7 +215,7 @@ def stacks(processes: Mapping[int, Rank], log_dir: Path) -> dict[int, str]:
         for rank, log in logs.items():
             with open(log, "rb") as file:
                 file.seek(before[rank])
-                text = file.read().decode(errors="replace")
+                text = file.read(_MAX_STACK_BYTES).decode(errors="replace")
             # the main thread comes last, and its last line is that of the program itself
             if rank not in found and "<module>" in text:
                 frames = text[text.rfind("(most recent call first):") :].splitlines()[1:]

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
 
 from llmsuite.base.errors import UserError
 from llmsuite.base.files import os_errors
@@ -26,6 +25,7 @@ from llmsuite.base.locks import scratch_directory
 from llmsuite.launch import hang
 from llmsuite.launch.calls import ENVIRONMENT as CALLS
 from llmsuite.launch.ends import INTERRUPTED, REFUSED, End
+from llmsuite.launch.logs import LogLimit, LogReader, log_end
 from llmsuite.launch.machines import Machines
 from llmsuite.launch.output import DiskSpaceMonitor
 from llmsuite.launch.ranks import GRACE_SECONDS, Rank, Work, is_repeated, start_rank, stop, stop_signals, wait
@@ -188,9 +188,10 @@ def _run_once(job: _Job, machines: Machines, endpoints: Sequence[str], interrupt
             path = log_dir / f"workerlog.{rank}"
             with os_errors(path):
                 log = open(path, "ab" if machines.restarts else "wb")  # noqa: SIM115
-            if local == 0:  # opened before the rank starts: a user may delete the logs
-                first_log = scratch.enter_context(open(path, encoding="utf-8", errors="replace"))  # noqa: SIM115
-                first_log.seek(0, os.SEEK_END)  # after the output of earlier ranks
+            if (
+                local == 0
+            ):  # opened before the rank starts, behind the output of earlier ones: a user may delete the logs
+                first_log = scratch.enter_context(contextlib.closing(LogReader(path)))
             with log:
                 ranks.append(start_rank(job.work, variables, log, machines.close))
         for number in interrupted[:1]:  # a signal that arrived before the ranks were started
@@ -211,7 +212,7 @@ def _watch(
     ranks: Sequence[Rank],
     first: int,
     log_dir: Path,
-    first_log: TextIO,
+    first_log: LogReader,
     interrupted: Sequence[int],
     write: Callable[[str], None],
     machines: Machines,
@@ -221,6 +222,7 @@ def _watch(
     stopped = StoppedRanks(ranks, first)
     is_settled = False
     disk = DiskSpaceMonitor(log_dir, write)
+    limit = LogLimit([log_dir / f"workerlog.{first + local}" for local in range(len(ranks))], write)
     while True:
         text = first_log.read()  # before the exit codes: see below
         codes = [process.poll() for process in ranks]
@@ -231,6 +233,7 @@ def _watch(
             return End(INTERRUPTED, "was interrupted")
         write(text)
         disk.check()
+        limit.check()
         if interrupted:
             stopped.resume(write)
             if stopped.stay_stopped or is_repeated(interrupted):
@@ -331,7 +334,7 @@ def _explain(
         write: see `launch`.
         machines: of the run.
     """
-    first_text = _log_text(log_dir / f"workerlog.{first}")
+    first_text = log_end(log_dir / f"workerlog.{first}")
     where = ""
     if machines.count > 1:
         where = f" on machine {machines.number}"
@@ -339,20 +342,13 @@ def _explain(
     for local, code in list(codes.items())[:_MAX_EXPLAINED]:
         log = log_dir / f"workerlog.{first + local}"
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        tail = "\n".join(_log_text(log).splitlines()[-_TAIL_LINES:])
+        tail = "\n".join(log_end(log).splitlines()[-_TAIL_LINES:])
         if tail not in first_text:  # the output of the first rank is on the terminal already
             write(f"{tail}\n")
         reasons.append(f"rank {first + local}{where} {how}; its log: {log}")
         write(f"{reasons[-1]}\n")
     code = next(iter(codes.values()))
     return End(code if code > 0 else 1, reasons[0], killed=code < 0)
-
-
-def _log_text(log: Path) -> str:
-    """The log of a rank; empty if it was deleted."""
-    with contextlib.suppress(FileNotFoundError):
-        return log.read_text(encoding="utf-8", errors="replace")
-    return ""
 
 
 def _explain_stall(

@@ -249,13 +249,19 @@ class Scheduler:
                 self._metrics.waiting.set(len(self._waiting))
             if next_task is not None:
                 self._step(*next_task)
-            self._batch.remove(cancelled)
-            self._batch.add(new)
-            self._metrics.running.set(len(self._open_sequences))
-            if self._batch.prefilling:
-                self._prefill()
-            if self._batch.sequences:
-                self._advance()
+            try:
+                self._batch.remove(cancelled)
+                self._batch.add(new)
+                self._metrics.running.set(len(self._open_sequences))
+                if self._batch.prefilling:
+                    self._prefill()
+                if self._batch.sequences:
+                    self._advance()
+            except (
+                Exception
+            ) as error:  # such as no memory to join two caches: the thread may not end, as all wait for it
+                traceback.print_exception(error)
+                self._drop_batch(error)
             self._metrics.running.set(len(self._open_sequences))
         self._fail(list(self._streams), Closing())
         for task in self._tasks:
@@ -320,6 +326,14 @@ class Scheduler:
         else:
             self._chunk.record_pass(self._clock() - start)
             self._notify(steps)
+
+    def _drop_batch(self, error: Exception) -> None:
+        """Fail every sequence that has left the queue, and go on with an empty batch."""
+        self._batch = self._new_batch()
+        with self._changed:
+            waiting = set(self._waiting)
+            started = [sequence for sequence in self._streams if sequence not in waiting]
+        self._fail(started, error)
 
     def _new_batch(self) -> Batch:
         return Batch(

@@ -63,8 +63,9 @@ class LocalHandler(BaseHTTPRequestHandler):
 
     def address(self) -> tuple[str, dict[str, str]]:
         """Return the path of the request and its query parameters."""
-        parts = urllib.parse.urlsplit(self.path)
-        return parts.path, dict(urllib.parse.parse_qsl(parts.query))
+        # not by urlsplit, which raises ValueError for some of what a client may send before its token is checked
+        path, _, query = self.path.partition("?")
+        return path, dict(urllib.parse.parse_qsl(query))
 
     def is_authorized(self, token: str) -> bool:
         """Return True for a request to a name of this machine, from no other page, with the token; refuse any other."""

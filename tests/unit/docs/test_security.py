@@ -126,6 +126,10 @@ TESTED: dict[str, tuple[str, ...]] = {
     "One that prints without end": (
         "unit/base/test_commands.py::test_output_without_end_is_cut_and_the_command_killed",
     ),
+    "They end, with all that they": (
+        "unit/base/test_commands.py::test_nothing_is_left_when_who_has_started_it_is_killed",
+    ),
+    "Of what a rank prints": ("unit/launch/test_logs.py::test_a_log_without_end_takes_a_bounded_space",),
 }
 """Tests of each sentence, which is known by how it begins."""
 EXPLAINS = ("Look at such files as at a script", "`environment.verifiers.id` may also name")

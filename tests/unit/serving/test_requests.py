@@ -16,6 +16,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from llmsuite.base.errors import UserError
+from llmsuite.inference.batch import Batch
 from llmsuite.inference.sampling import Sampling, random_generator, sample_token
 from llmsuite.inference.text import TextStream
 from llmsuite.serving.app import make_app
@@ -68,6 +69,22 @@ def test_a_bug_in_one_line_ends_that_line_only(monkeypatch: pytest.MonkeyPatch) 
         deadline = time.monotonic() + 60  # the last answer is sent before it is counted as ended
         while "llmsuite_answers_running 0.0" not in client.get("/metrics").text:
             assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize("act", ["remove", "add", "prefill", "_append_tokens"])
+def test_a_fault_between_passes_ends_no_server(monkeypatch: pytest.MonkeyPatch, act: str) -> None:
+    """Such as no memory to join two caches: who waits gets an error, and the next requests are answered."""
+    work = getattr(Batch, act)
+    faults = [MemoryError("no room")]
+
+    def fails_once(self: Batch, *given: Any) -> Any:
+        if faults:
+            raise faults.pop()
+        return work(self, *given)
+
+    monkeypatch.setattr(Batch, act, fails_once)
+    with client_of() as client:
+        assert [post(client, **GOOD).status_code for _ in range(3)] == [500, 200, 200]
 
 
 @pytest.mark.parametrize(
