@@ -216,7 +216,9 @@ class BlockFormat:
         found = np.empty(values.shape, "float32")
         for matrix, rounded in zip(values.reshape(-1, *values.shape[-2:]), found.reshape(-1, *values.shape[-2:])):
             codes, absmax, *nested = self.parts(matrix).values()
-            rounded[:] = self.dequantise(codes, dequantise_scales(absmax, *nested) if nested else absmax)
+            if nested:
+                absmax = dequantise_scales(absmax, nested[0], nested[1])
+            rounded[:] = self.dequantise(codes, absmax)
         return found
 
 

@@ -162,7 +162,7 @@ class _GroupedProduct(PyLayer):
         )
 
 
-class _Int8Product(_Product):
+class _Int8Product(PyLayer):
     """The product of `LlmInt8Matrix`, whose gradient is that of the dequantised matrix. The bias is frozen."""
 
     @staticmethod
@@ -172,13 +172,18 @@ class _Int8Product(_Product):
         *others, num_inputs = x.shape
         return ctx.matrix.int8_product(x.reshape([-1, num_inputs]), bias).reshape([*others, -1])
 
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return ctx.matrix.matmul(gradient, ctx.matrix.dense(ctx.dtype), transpose_y=True)
+
 
 class _GroupedInt8Product(_GroupedProduct):
     """`_Int8Product` for a stack, whose matrices have the outliers of their own rows."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, stacks: tuple[LlmInt8Matrix], counts: list[int]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, stacks: tuple[QuantisedMatrix], counts: list[int]) -> Tensor:
         (ctx.stack,) = stacks
+        assert isinstance(ctx.stack, LlmInt8Matrix)
         ctx.dtype = x.dtype
         ctx.counts = counts
         return by_matrix(x, counts, lambda rows, number: ctx.stack.int8_product(rows, number=number))

@@ -186,8 +186,7 @@ def _rollouts(run: Run, recipe: dict[str, Any], has_adapters: bool) -> dict[str,
     _take_completion_length(run)
     found = grpo.sections(run, recipe, has_adapters, _GRPO)
     if run.given("max_length") is not None:
-        recipe["data"]["max_length"] += found["rollout"]["max_completion_length"]
-        run.note("data.max_length: max_length and max_completion_length, of prompts and completions")
+        _add_completion_length(run, recipe["data"], found["rollout"]["max_completion_length"])
     strategy = run.take("truncation_strategy") or "left"
     if strategy == "left":
         run.note("data.max_length: longer prompts are dropped and counted; ms-swift truncates them on the left")
@@ -205,6 +204,20 @@ def _rollouts(run: Run, recipe: dict[str, Any], has_adapters: bool) -> dict[str,
     if is_on(run.take("kl_in_reward")):
         run.refuse("kl_in_reward", True, "the divergence is in the loss; nearest key: grpo.kl_in")
     return found
+
+
+def _add_completion_length(run: Run, data: dict[str, Any], length: int) -> None:
+    """Add the length of completions to `data.max_length`, up to that of vLLM, which may be all positions of the model:
+    ms-swift has shorter completions there."""
+    data["max_length"] += length
+    limit = run.given("vllm_max_model_len")
+    if is_on(run.given("use_vllm")) and isinstance(limit, int) and limit < data["max_length"]:
+        run.take("vllm_max_model_len")
+        data["max_length"] = limit
+        run.note(f"data.max_length: {limit}, of vLLM; prompts that leave less than max_completion_length are dropped "
+                 "and counted; ms-swift truncates their completions")  # fmt: skip
+    else:
+        run.note("data.max_length: max_length and max_completion_length, of prompts and completions")
 
 
 def _take_completion_length(run: Run) -> None:

@@ -174,6 +174,7 @@ TRANSLATIONS: Mapping[str, str] = {
     "max_length": "data.max_length",
     "max_new_tokens": "rollout.max_completion_length",
     "response_length": "rollout.max_completion_length",
+    "vllm_max_model_len": "data.max_length",
     "packing": "data.packing",
     "*_shuffle": "data.shuffle",
     "truncation_strategy": "sft.truncate",

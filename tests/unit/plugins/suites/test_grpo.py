@@ -117,6 +117,19 @@ def test_other_jobs_are_refused(values: dict[str, Any], message: str, converted:
     assert message in str(refused.value)
 
 
+def test_length_of_vllm(converted: Converted) -> None:
+    """It may be all positions of the model."""
+
+    def longest(**values: Any) -> Any:
+        given = {"max_length": 1024, "max_completion_length": 512, **values}
+        return converted("from-swift", {**SWIFT, **given}).recipe["data"]["max_length"]
+
+    assert longest(use_vllm=True, vllm_max_model_len=1200) == 1200
+    assert longest(use_vllm=True, vllm_max_model_len=4096) == 1536
+    assert longest(use_vllm=False, vllm_max_model_len=1200) == 1536
+    assert longest() == 1536
+
+
 def test_sampling_from_the_most_likely_tokens(converted: Converted) -> None:
     rollout = converted("from-swift", {**SWIFT, "top_k": 50, "top_p": 0.9}).recipe["rollout"]
     assert (rollout["top_k"], rollout["top_p"]) == (50, 0.9)

@@ -12,8 +12,8 @@ import pytest
 from llmsuite.base.errors import UserError
 from llmsuite.cli.main import main
 from tests.support.llamafactory import ACTION, DPO, FULL, SFT
+from tests.support.marked import marked
 from tests.unit.plugins.suites.conftest import Converted
-from tests.unit.plugins.suites.test_swift_templates import marked
 
 BARE = {"model_name_or_path": "Qwen/Qwen3-8B", "do_train": True, "dataset": "mine"}
 

@@ -11,10 +11,11 @@ import pytest
 from llmsuite.base.errors import UserError
 from llmsuite.contract.registry import Registry
 from llmsuite.data.chat_template import ChatTemplate
-from llmsuite.data.rows import Conversation, Message
+from llmsuite.data.rows import Message
 from llmsuite.plugins.suites.convert import convert
 from llmsuite.plugins.suites.known import SUITES
 from llmsuite.plugins.suites.swift_templates import _WITH_SYSTEM, DEFAULT, chatml
+from tests.support.marked import marked
 from tests.support.swift import BARE
 from tests.unit.plugins.suites.conftest import Converted
 
@@ -22,17 +23,6 @@ ACTION = "from-swift"
 QWEN_3 = {**BARE, "model": "Qwen/Qwen3-8B"}
 QWEN_2_5 = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 EMPTY = "<think>\n\n</think>\n\n"
-
-
-def marked(text: str, *turns: tuple[str, str], eos: str = "") -> str:
-    """The rendered turns with [ ] around what is supervised."""
-    messages = tuple(Message(role, content) for role, content in turns)
-    conversation = Conversation(messages, tuple(role == "assistant" for role, _ in turns))
-    template = ChatTemplate(text, {"eos_token": eos}, "x")
-    found = template.render(messages)
-    for before, after in reversed(template.supervised_turns(conversation)):
-        found = f"{found[: len(before)]}[{found[len(before) : len(after)]}]{found[len(after) :]}"
-    return found.replace("<|im_start|>", "{").replace("<|im_end|>", "}")
 
 
 def test_each_answer_without_a_thought_begins_with_an_empty_one() -> None:
