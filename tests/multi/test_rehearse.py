@@ -139,8 +139,9 @@ def planned_messages(found: Estimate, stage: int) -> dict[tuple[str, str], int]:
         if message.axis == RUN:
             ranks = list(range(degrees.num_ranks))
         elif message.axis == PIPELINE:
-            other = stage + 1 if message.why.startswith("activations") or message.shape == (5,) else stage - 1
-            ranks = sorted([stage * each, other % degrees.pp * each])  # interleaved stages are a ring
+            is_forward = message.why.startswith("activations") or message.shape == (5,)
+            other = (stage + (1 if is_forward else -1)) % degrees.pp  # interleaved, the last sends to the first
+            ranks = sorted([stage * each, other * each])
         else:
             of_axis = own.expert_mesh if message.axis == "ep" else own
             rows = of_axis.rows(*GROUP_AXES[message.axis])

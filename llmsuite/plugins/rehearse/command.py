@@ -94,7 +94,9 @@ def run(args: Any, registry: Registry) -> int:
             reports.append(_rehearse(plan.parallel, rank, scratch / str(rank), memory, sent))
         if args.trace is not None:
             _write_trace(Path(args.trace), scratch, ranks)
-    shown = [{key: value for key, value in r.items() if key != "sent"} for r in reports if r["rank"] in ranks]
+    shown = [report for report in reports if report["rank"] in ranks]
+    for report in shown:
+        report.pop("sent", None)  # no result, but for other ranks
     from llmsuite.plugins.rehearse.show import show_rank
 
     if args.json:
