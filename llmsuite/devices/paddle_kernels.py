@@ -18,7 +18,7 @@ from llmsuite.devices.ops import rms_norm
 from llmsuite.devices.optimizer_ops import square_sum
 
 _last_joined: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
-"""What `_for_both_halves` got and returned last."""
+"""Arguments and results of the last call of `_for_both_halves`."""
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a training step takes from a device, by `llmsuite rehearse`: of models of true width with few layers.
+"""Budgets of training steps on a device, by `llmsuite rehearse` of a model of true width with few layers.
 
 `budgets.json` is the table of what a step may take at most, `test_budgets.py` holds it. After a change that takes less,
 or takes more on purpose, write it anew, and look at the difference:
