@@ -36,7 +36,7 @@ class LogReader:
         self._file.seek(0, os.SEEK_END)
 
     def read(self) -> str:
-        """What has been added. Of very much, the end."""
+        """Return the text that was added; of very much, the end."""
         unread = os.fstat(self._file.fileno()).st_size - self._file.tell()
         if unread <= _MAX_LAG:
             return self._file.read().decode("utf-8", "replace")
