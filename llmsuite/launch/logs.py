@@ -83,7 +83,7 @@ class LogLimit:
                     self._cut(path, found.st_size - 2 * KEPT_BYTES)
 
     def _cut(self, path: Path, size: int) -> None:
-        """Give back the space of `size` bytes behind the begin of a log."""
+        """Give back the space of `size` bytes after the begin of a log."""
         try:
             with open(path, "r+b", buffering=0) as file:
                 _punch(file.fileno(), KEPT_BYTES, size)
