@@ -95,12 +95,12 @@ class SupervisedProcess:
 
     @property
     def stdout(self) -> IO[bytes] | None:
-        """What the command prints, with `subprocess.PIPE`."""
+        """Output of the command, with `subprocess.PIPE`."""
         return self._process.stdout
 
     @property
     def stderr(self) -> IO[bytes] | None:
-        """Its errors, likewise."""
+        """Errors of the command, likewise."""
         return self._process.stderr
 
     def poll(self) -> int | None:

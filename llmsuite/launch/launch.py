@@ -188,9 +188,7 @@ def _run_once(job: _Job, machines: Machines, endpoints: Sequence[str], interrupt
             path = log_dir / f"workerlog.{rank}"
             with os_errors(path):
                 log = open(path, "ab" if machines.restarts else "wb")  # noqa: SIM115
-            if (
-                local == 0
-            ):  # opened before the rank starts, behind the output of earlier ones: a user may delete the logs
+            if local == 0:  # opened before the rank starts, at its end: a user may delete the logs
                 first_log = scratch.enter_context(contextlib.closing(LogReader(path)))
             with log:
                 ranks.append(start_rank(job.work, variables, log, machines.close))

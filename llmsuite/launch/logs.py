@@ -36,7 +36,7 @@ class LogReader:
         self._file.seek(0, os.SEEK_END)
 
     def read(self) -> str:
-        """What has been added. Of very much, the end."""
+        """Return the text that was added; of very much, the end."""
         unread = os.fstat(self._file.fileno()).st_size - self._file.tell()
         if unread <= _MAX_LAG:
             return self._file.read().decode("utf-8", "replace")
@@ -83,7 +83,7 @@ class LogLimit:
                     self._cut(path, found.st_size - 2 * KEPT_BYTES)
 
     def _cut(self, path: Path, size: int) -> None:
-        """Give back the space of `size` bytes behind the begin of a log."""
+        """Give back the space of `size` bytes after the begin of a log."""
         try:
             with open(path, "r+b", buffering=0) as file:
                 _punch(file.fileno(), KEPT_BYTES, size)

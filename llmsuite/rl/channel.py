@@ -73,9 +73,9 @@ class Channel:
         """Yield the messages that have arrived in full, without waiting.
 
         Raises:
-            EOFError: behind these messages the worker has closed its end.
+            EOFError: after these messages the worker has closed its end.
             ConnectionError: likewise.
-            BadMessage: behind these messages there is something else.
+            BadMessage: after these messages there is something else.
         """
         has_ended = False
         while len(self._received) < MAX_MESSAGE_BYTES + _CHUNK:

@@ -9,7 +9,6 @@ import resource
 import time
 from typing import Any
 
-import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from llmsuite.serving.fair_queue import Client, client_at
@@ -21,6 +20,8 @@ _RESERVE = 64
 """File descriptors reserved for anything but connections."""
 _MAX_EARLY_BYTES = 1 << 20
 """Bytes of further requests that a client may send before its present one is answered."""
+_BEFORE_RESPONSE = ("IDLE", "SEND_RESPONSE")
+"""States of h11 in which a response may begin."""
 _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
     b'content-length: 86\r\n\r\n{"error": {"message": "the server has no room for more connections; try again later"}}'
@@ -71,7 +72,7 @@ class Connection(H11Protocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True  # what the application sends from here on is ignored
             self.cycle.message_event.set()
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+        if repr(self.conn.our_state) in _BEFORE_RESPONSE:
             super().send_400_response(msg)
         else:
             self.transport.close()
