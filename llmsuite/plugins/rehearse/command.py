@@ -18,9 +18,8 @@ from llmsuite.contract.registry import PluginInfo, Registry
 from llmsuite.contract.specs import Command
 from llmsuite.recipe.fetch import fetch_names
 from llmsuite.recipe.load import REMOVE
-from llmsuite.recipe.plans import ModelPlan, ParallelPlan
+from llmsuite.recipe.plans import ModelPlan, ParallelPlan, TrainPlan
 from llmsuite.recipe.resolve import RunPlan, plan_run
-from llmsuite.recipe.teacher import TeacherPlan
 
 if TYPE_CHECKING:
     from llmsuite.contract.schema.degrees import Degrees
@@ -112,7 +111,7 @@ def plan_to_rehearse(args: Any, registry: Registry) -> RunPlan:
     """The run to rehearse, on the virtual device. Raises UserError where it cannot be."""
     plan = plan_run(args.recipe, args.overrides, registry)
     plan.check_trains("rehearse")
-    refuse(plan.model, plan.parallel, plan.train.teacher)
+    refuse(plan.model, plan.parallel, plan.train)
     # three rollouts, where a rollout has several steps
     steps = {**_STEPS_ONLY, "train.max_steps": _NUM_STEPS * max(1, plan.train.profile.updates)}
     if plan.train.stage.name == "pretrain":
@@ -120,7 +119,7 @@ def plan_to_rehearse(args: Any, registry: Registry) -> RunPlan:
     return plan_run(args.recipe, [*args.overrides, f"--device={_DEVICE}"], registry, layers=[("rehearse", steps)])
 
 
-def refuse(model: ModelPlan, parallel: ParallelPlan, teacher: TeacherPlan | None) -> None:
+def refuse(model: ModelPlan, parallel: ParallelPlan, train: TrainPlan) -> None:
     """Raise UserError for what cannot be rehearsed yet."""
     engine = parallel.engine
     if parallel.degrees.auto_parallel:
@@ -130,6 +129,7 @@ def refuse(model: ModelPlan, parallel: ParallelPlan, teacher: TeacherPlan | None
         )
     if engine.compiles_steps:
         raise UserError("engine.program: is step, which cannot be rehearsed yet; set it to layers")
+    teacher = train.teacher
     if teacher is not None and teacher.shard_plan.gates:
         raise UserError(f"{teacher.key}: is a model with experts, which cannot be rehearsed as a teacher yet")
 
