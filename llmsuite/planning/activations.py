@@ -9,7 +9,7 @@ they save are counted. Temporaries of a running pass are not counted here: see `
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from llmsuite.models.shape_spec import GatedMLP, GroupedQuery, Latent, LayerSpec, MoE, ShapeSpec
 
@@ -52,6 +52,8 @@ class ActivationSettings:
     """Operations of `devices.ops.Ops` that run as one kernel inside the decoder layers."""
     fused_outside: frozenset[str] = frozenset()
     """Operations that run as one kernel before the first and after the last decoder layer."""
+    has_rotary_tables: bool = False
+    """True where the tables of cos and sin stay from pass to pass: in all passes that are no programs of full steps."""
     document_mask_bytes: int = 4
     """Bytes that fused attention keeps of a token to know its document."""
     attention_keeps_output: bool = False
@@ -395,7 +397,8 @@ def _without_gradient(shape_spec: ShapeSpec, batch: MicroBatch, settings: Activa
 
 
 def kept_for_all_layers(shape_spec: ShapeSpec, batch: MicroBatch, settings: ActivationSettings) -> float:
-    """Bytes that all layers share: the rotary tables, and the attention mask where attention is recomputed."""
+    """Bytes that all layers share: the rotation, unless it is `rotary_tables`, and the attention mask where attention
+    is recomputed."""
     attention = shape_spec.layers[0].attention
     outside = dataclasses.replace(settings, fused=settings.fused_outside)
     kept = 0.0
@@ -413,11 +416,32 @@ def kept_for_all_layers(shape_spec: ShapeSpec, batch: MicroBatch, settings: Acti
     elif isinstance(attention, GroupedQuery) and attention.window is not None and attention.window < batch.length:
         if "attention" in outside.fused:
             kept += batch.length * settings.document_mask_bytes
-    if isinstance(attention, GroupedQuery) and not attention.rotary:
+    if batch.documents:  # each token's row of the tables
+        return kept + rotation_bytes(shape_spec, batch.tokens, settings)
+    if settings.has_rotary_tables:
         return kept
+    return kept + rotation_bytes(shape_spec, batch.length, settings)
+
+
+def rotary_tables(shape_spec: ShapeSpec, lengths: Iterable[int], settings: ActivationSettings) -> float:
+    """Bytes of the tables of cos and sin that stay from pass to pass (`models.rotation`), once sequences of these
+    lengths have been seen, in their order."""
+    if not settings.has_rotary_tables:
+        return 0.0
+    kept = 0
+    for length in lengths:
+        if length > kept:
+            kept = max(length, 2 * kept)  # as `rotation._tables` grows
+    return rotation_bytes(shape_spec, kept, settings)
+
+
+def rotation_bytes(shape_spec: ShapeSpec, positions: int, settings: ActivationSettings) -> float:
+    """Bytes of cos and sin for a number of positions; 0 where positions are learned."""
+    attention = shape_spec.layers[0].attention
+    if isinstance(attention, GroupedQuery) and not attention.rotary:
+        return 0.0
     size = attention.rope if isinstance(attention, Latent) else attention.head_size
-    rows = batch.rows if batch.documents else 1
-    return kept + rows * batch.length * size * settings.num_bytes
+    return positions * size * settings.num_bytes
 
 
 def mask_bytes(batch: MicroBatch, settings: ActivationSettings) -> float:

@@ -78,6 +78,8 @@ class StageMemory:
     """KV cache of a rollout, in addition to `decoder`."""
     critic: float = 0.0
     """Parameters, masters and moments of the critic, which also live from step to step."""
+    rotary_tables: float = 0.0
+    """Cos and sin of the positions, which also live from step to step; a critic and a reference read them too."""
     lora_ga_init: float = 0.0
     """Gradients that initialise adapters (LoRA-GA), before the first step, in addition to the memory of its passes."""
     critic_peak: float = 0.0
@@ -86,7 +88,7 @@ class StageMemory:
     @property
     def between_steps(self) -> float:
         kept = self.parameters + self.masters + self.moments + self.sums
-        return kept + self.reward + self.reference + self.teacher + self.critic
+        return kept + self.reward + self.reference + self.teacher + self.critic + self.rotary_tables
 
     @property
     def peak(self) -> float:
@@ -133,6 +135,7 @@ def activation_settings(layout: Layout, profile: StageProfile) -> ActivationSett
         loss_chunk=engine.loss_chunk_tokens,
         fused=fused_in_layers,
         fused_outside=fused,
+        has_rotary_tables=not engine.compiles_steps,
         document_mask_bytes=backend.mask_bytes(engine.precision),
         attention_keeps_output=backend.keeps_attention_output(engine.precision),
         is_frozen=model_plan.is_frozen,
@@ -298,6 +301,9 @@ def _memory_of_rank(
     buffers += _in_buckets(layout.buckets(mesh), backend.overlaps_communication)
     masters = float(sum(h.master_bytes for h in held))
     moments = float(sum(h.moment_bytes(train) for h in held))
+    lengths = [batch.length for batch in batches]
+    if train_plan.samples_in_training_processes and mesh.loads_data:
+        lengths.append(max_length)
     host = 0.0
     offloads = plan.engine.offload_optimizer and backend.can_offload
     if offloads:
@@ -321,6 +327,7 @@ def _memory_of_rank(
         teacher=teacher_bytes(layout, train_plan, mesh),
         cache=cache_bytes(plan, train_plan, max_length, shape_spec, mesh),
         lora_ga_init=lora_ga_bytes(layout, held, largest.tokens),
+        rotary_tables=activations.rotary_tables(shape_spec, lengths, settings),
     )
     if plan.engine.compiles_steps:
         return dataclasses.replace(found, **memory_of_steps(found.activations, held, len(batches)))

@@ -146,9 +146,11 @@ def _traffic_of_last_step(directory: Path, rank: int, last: int) -> Iterator[Non
     """While active, step `last` leaves what this rank has sent in it, the shape of its batch, the order of its passes,
     and the bytes of its tensors."""
     from llmsuite.engine import eager_engine
+    from llmsuite.models import rotation
 
     under_way = _UnderWay()
     train_step = eager_engine.train_step
+    rotation._KEPT.clear()  # tables of the run before, which this one would not have to make
     before = under_way.live_bytes()
 
     def traced_step(engine: Any, step: int, batches: Any, *args: Any) -> Any:
