@@ -52,8 +52,8 @@ def test_the_table_has_every_file() -> None:
 def test_what_is_read_and_dropped(row: tuple[str, ...], registry: Registry) -> None:
     name, stage, read, used, dropped, tokens, learnt = row
     plan = plan_run(f"recipes/llama/{stage}.json", words(stage, real(name)), registry, smoke=True)
-    stage = open_stage(plan.model, plan.data, plan.parallel, plan.train, registry)
-    stats = file_stats(stage, plan.data.train_file)
+    opened = open_stage(plan.model, plan.data, plan.parallel, plan.train, registry)
+    stats = file_stats(opened, plan.data.train_file)
     expected = Counter({reason: int(count) for count, reason in re.findall(r"(\d+) ([^,]+)", dropped)})
     if stage == "pretrain":
         assert (f"{len(stats.lengths):,}", read, expected) == (read, used, {})
