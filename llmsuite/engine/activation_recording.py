@@ -20,8 +20,7 @@ from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.devices.tensors import array_of, tensor_of
 from llmsuite.engine.data_loader import StepDataLoader
-from llmsuite.engine.eager_engine import EagerEngine
-from llmsuite.engine.step import train_step
+from llmsuite.engine.eager_engine import EagerEngine, train_step
 from llmsuite.engine.step_recording import StepRecording
 from llmsuite.engine.trainer import Trainer
 from llmsuite.models.head import head_of

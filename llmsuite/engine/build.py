@@ -295,7 +295,7 @@ def _strategy(
     if engine.mode == "to_static" and parallel_plan.degrees.tp > 1 and not ops.matmuls.rounds_inputs:
         # our matmuls on shards have no gradient in to_static layers; where they round nothing, Paddle's are as good
         ops = dataclasses.replace(ops, matmuls=MatmulOps())
-    if engine.mode == "to_static" and not ops.matmuls.is_paddles and ops.matmuls.program_matmul is None:
+    if engine.mode == "to_static" and ops.matmuls.has_device_matmul and ops.matmuls.program_matmul is None:
         raise UserError(
             f"engine.precision: is {engine.precision}, whose matmuls in programs need kernels that are built by g++; "
             "install it, or set engine.mode to dynamic"

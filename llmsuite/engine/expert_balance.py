@@ -98,7 +98,8 @@ class ExpertBalance(StepCallback):
         if not self._mesh.counts_losses:  # another rank with the same rows counts them
             own = [0.0, 0.0]
         weight, num_sequences = collective.sum_over_run(own)
-        self._num_sequences = num_sequences or 1.0  # in a rehearsal the ranks that count losses are not there
+        # at least one: a rehearsal of a rank that counts none gets no answer of those that do
+        self._num_sequences = max(num_sequences, 1.0)
         # all gradients are divided by the weight of the stage's loss later, but this loss is a mean over sequences
         for balance, _ in self._layers:
             balance.factor = scale * self._loss_factor * weight / self._num_sequences

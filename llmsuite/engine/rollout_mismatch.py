@@ -58,7 +58,7 @@ def _trained(family: ModelFamily, config: Any, backend: DeviceBackend, precision
     with paddle.LazyGuard():
         model = family.factory()(config, ops)
     parallelize_inference(model, family.shard_plan or UNSHARDED, ALONE, read, backend.parameter_dtype(precision))
-    if not ops.matmuls.is_paddles:
+    if ops.matmuls.has_device_matmul:
         use_linear_ops(model, LinearOps(ops))
     model.train()
     return model

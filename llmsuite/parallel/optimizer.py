@@ -150,14 +150,14 @@ class Optimizer(BaseOptimizer):
         self._factor = clipped / weight
         return norm
 
-    @property
-    def finished(self) -> Sequence[tuple[ParameterShard, Tensor]]:
-        """The finished gradients of a step, with their shards, before the update."""
-        self._scale()
-        return tuple(self._finished)
+    def final_gradients(self) -> list[tuple[ParameterShard, Tensor]]:
+        """The gradients of a step with their shards, as the update will use them. They are divided and clipped in place
+        for it, which the update then does not repeat."""
+        self._scale_gradients()
+        return list(self._finished)
 
     @paddle.no_grad()
-    def _scale(self) -> None:
+    def _scale_gradients(self) -> None:
         for _, gradient in self._finished:
             self._ops.scale(gradient, self._factor)
         self._factor = 1.0
@@ -174,7 +174,7 @@ class Optimizer(BaseOptimizer):
         """Update the parameters and drop the gradients."""
         self._paddle.set_lr(self.learning_rate(step))
         if not isinstance(self._paddle, _KernelAdamW) or not self._train.master_weights:
-            self._scale()
+            self._scale_gradients()
         finished = dict(self._finished)
         self._finished = []
         self._update_blocks(finished, step)

@@ -12,11 +12,10 @@ import pytest
 
 from llmsuite.devices.ops import Ops
 from llmsuite.engine.batch import Batch
-from llmsuite.engine.eager_engine import EagerEngine
+from llmsuite.engine.eager_engine import EagerEngine, train_step
 from llmsuite.engine.expert_balance import ExpertBalance
 from llmsuite.engine.passes import MicroBatchLoader, Passes
 from llmsuite.engine.rules import StepRules
-from llmsuite.engine.step import train_step
 from llmsuite.models.deepseek.config import SMOKE, DeepSeekConfig
 from llmsuite.models.deepseek.layers import DeepSeek
 from llmsuite.models.deepseek.shard_plan import PLAN
