@@ -108,7 +108,7 @@ def build_model(
     trained = {name: shape for name, shape in shapes.items() if model_plan.trains(name)}
     saved = {name: shape for name, shape in shapes.items() if name in trained or is_fixed(name)}
     if lora.base_format is not None:
-        with paddle.LazyGuard():
+        with paddle.LazyGuard():  # codes and scales without memory, which `parallelize` fills
             for chunk in chunks:
                 quantise_matrices(chunk, quantised_modules(shapes, shard_plan), lora.base_format)
     bounds = _cut_pipeline(chunks, model_plan, parallel_plan, mesh, shapes)
@@ -194,7 +194,7 @@ def _build_chunks(
     network: PrefixNetwork | None = None
     chunks = []
     for _ in range(parallel_plan.num_chunks):
-        with paddle.LazyGuard():
+        with paddle.LazyGuard():  # parameters without memory: a rank fills only its shards of them
             model = build_padded(model_plan.family, model_plan.config, ops, tp)
             if config is not None:
                 adapted = adapted_modules(model, shard_plan, lora.target_modules)

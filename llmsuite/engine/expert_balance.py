@@ -111,12 +111,14 @@ class ExpertBalance(StepCallback):
         mine: list[collective.Number] = [0.0, 0.0, 0.0]
         if self._layers:
             stacked = paddle.stack([local_value(balance.load) for balance, _ in self._layers])
+            # each data rank has counted the rows of its own tokens; ranks of a tp group have counted the same ones
             collective.sum_in_group(stacked, self._mesh.data_group)
             self._loads = list(stacked)
             if self._mesh.coordinate["tp"] == 0:
                 if self._mesh.data_rank == 0:
                     mine[:2] = (stacked.max(-1) / stacked.mean(-1)).sum(), float(len(self._layers))
                 mine[2] = paddle.add_n([local_value(balance.loss).astype("float64") for balance, _ in self._layers])
+        # one sum for all numbers, which stays on the device: only a step that is logged waits for it
         self._summed = collective.sum_on_device(mine)
 
     # for compiled train steps, instead of `before_passes` and `after_passes`

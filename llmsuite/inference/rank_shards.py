@@ -204,7 +204,8 @@ def _all_reduce_hook(ring: int) -> Callable[..., Any]:
 
 
 def _all_reduce(part: Tensor, ring: int) -> Tensor:
-    """Sum over the ranks of a ring."""
+    """Sum over the ranks of a ring. It is the operation itself, with the number of the ring, which the program keeps;
+    Paddle's functions take a group, an object of this process."""
     return paddle._C_ops.all_reduce(part, ring, int(dist.ReduceOp.SUM))
 
 

@@ -99,7 +99,7 @@ class Blocks:
     def _chunk(self, box: Box, first: int, last: int) -> _Chunk:
         starts = box.first + box.pitch * paddle.arange(first, last)
         found = (starts.unsqueeze(1) + paddle.arange(box.line_size)).flatten() // BLOCK
-        last_block = self.layout.num_blocks - 1
+        last_block = self.layout.num_blocks - 1  # padding of a vocabulary may reach beyond it, as in `_own_ids`
         numbers = paddle.searchsorted(self.ids, found.clip(max=last_block))
         first_block = min((box.first + box.pitch * first) // BLOCK, last_block)
         return _Chunk(box, slice(first, last), numbers, int(np.searchsorted(self._host_ids, first_block)))

@@ -235,10 +235,11 @@ class Optimizer(BaseOptimizer):
         for slot, values in self._paddle._accumulators.items():
             if shard.name in values and slot not in self._first_numbers:  # Paddle itself keeps those on the host
                 moved = move(values[shard.name])
-                moved.name = values[shard.name].name
+                moved.name = values[shard.name].name  # by which Paddle's state_dict has it
                 values[shard.name] = moved
         if shard.shard_is_copy:
             moved = move(shard.main_param.detach())
+            # the tensor stays, with other memory: Paddle's optimizer refers to it
             shard.main_param.get_tensor()._share_data_with(moved.get_tensor())
 
     def _slot_values(self) -> Mapping[tuple[str, str], Tensor]:

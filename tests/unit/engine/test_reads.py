@@ -78,6 +78,16 @@ def test_the_number_of_reads_does_not_depend_on_the_number_of_metrics(
     assert counts == {"read": 2 * STEPS, "all": 2 * STEPS}
 
 
+def test_8_bit_moments_are_updated_without_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = paddle.nn.Linear(64, 128, bias_attr=False)
+    train = dpo_case.train_section(optimizer="adamw_8bit", weight_decay=0.1, max_grad_norm=1.0)
+    optimizer = alone.optimizer(dict(model.named_parameters()), train, total_steps=STEPS)
+    with counted(monkeypatch) as counts:
+        for number in range(1, STEPS + 1):
+            alone.step(number, [[1.0], [2.0, -0.5]], ManySums(0), model, optimizer)
+    assert counts == {"read": 2 * STEPS, "all": 2 * STEPS}
+
+
 class NextTokens:
     """Rows of ids, each of which is trained to be followed by itself."""
 
