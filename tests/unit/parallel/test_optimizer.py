@@ -67,7 +67,7 @@ def numpy_adamw(train: TrainSection, optimizer: Optimizer, weight: float) -> Arr
 
 
 @pytest.mark.parametrize("weight", [1.0, 7.0])
-def test_sgd(weight: float) -> None:
+def test_sgd_equals_numpy(weight: float) -> None:
     train = section(optimizer="sgd")
     optimizer = alone.optimizer(parameters(initial()), train, NUM_STEPS)
     found = run(optimizer, range(1, NUM_STEPS + 1), weight)
@@ -86,7 +86,7 @@ def test_sgd(weight: float) -> None:
         {"adam_beta1": 0.0, "adam_beta2": 0.0},
     ],
 )
-def test_adamw(keys: dict[str, Any], weight: float) -> None:
+def test_adamw_equals_numpy(keys: dict[str, Any], weight: float) -> None:
     train = section(**keys)
     optimizer = alone.optimizer(parameters(initial()), train, NUM_STEPS)
     found = run(optimizer, range(1, NUM_STEPS + 1), weight)
