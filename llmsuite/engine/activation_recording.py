@@ -90,7 +90,7 @@ def record_model(source: ModelDirectory, backend: DeviceBackend, precision: str,
         raise UserError(f"{source.path}: rounds its inputs, so it cannot be compared; name the model it was made of")
     if precision not in backend.precisions:
         raise UserError(f"--precision {precision}: {backend.name} has {', '.join(backend.precisions)}")
-    with paddle.LazyGuard():
+    with paddle.LazyGuard():  # no memory before its shapes are known to be those of the files
         model = source.family.factory()(source.config, backend.ops(precision))
     check_shapes(source, {name: tuple(parameter.shape) for name, parameter in model.named_parameters()})
     alone = Mesh(Degrees(1, 1, 1, 1), 0)

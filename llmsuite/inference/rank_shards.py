@@ -76,7 +76,7 @@ def load_shard(source: ModelDirectory, backend: DeviceBackend, precision: str, m
     config = source.config
     check_precision(source, backend, precision)
     check_cut(family, config, mesh.degrees, "--tensor_parallel_degree")
-    with paddle.LazyGuard():
+    with paddle.LazyGuard():  # no memory for the full model: each parameter is read as its part
         model = build_padded(family, config, generation_ops(backend, precision), mesh.degrees.tp)
     check_decode_overrides(model)
     read = values_of(source, mesh)(model)

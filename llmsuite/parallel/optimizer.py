@@ -281,6 +281,7 @@ class Optimizer(BaseOptimizer):
                 self._direct.load(self._direct.states[entry.shard.name], entry.slot, value)
             else:
                 slots[_paddle_name(entry.shard.name, entry.slot)] = value
+        # Paddle's optimizer takes them when a parameter has its first gradient
         self._paddle.set_state_dict(slots)
 
 
