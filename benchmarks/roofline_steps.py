@@ -171,7 +171,7 @@ class _Recorder:
         """
         self._matmuls = matmuls
         self._num_words = num_words
-        self._is_paddles = matmuls.is_paddles
+        self._has_device_matmul = matmuls.has_device_matmul
         """Whether products are Paddle's own."""
         self._rounds = matmuls.rounds_inputs
         """Whether they take matrices that are rounded."""
@@ -236,7 +236,7 @@ class _Recorder:
 
         from llmsuite.models.linear import is_matrix
 
-        if not self._is_paddles:  # those of the device are noted where they are made
+        if self._has_device_matmul:  # those of the device are noted where they are made
             return
         logits = model.logits
 
@@ -309,7 +309,7 @@ class _Recorder:
     def _told(self, seconds: float) -> dict[str, Any]:
         found = Seconds(_find(self._profiler.profiler_result.get_data().values(), parts.STEP))
         # else the first product of Paddle's on the way back is not the head's
-        assert not self._is_paddles or found.num_passes_back == self._passes_of_head, found.num_passes_back
+        assert self._has_device_matmul or found.num_passes_back == self._passes_of_head, found.num_passes_back
         products = self._products.copy()
         attention = self._attention
         told = {}

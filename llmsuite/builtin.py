@@ -16,6 +16,7 @@ from llmsuite.contract.schema.reward import RewardSection
 from llmsuite.contract.schema.rollout import RolloutSection
 from llmsuite.contract.schema.section import Section
 from llmsuite.contract.specs import (
+    Capability,
     DataFormat,
     DeviceSpec,
     EnvironmentSpec,
@@ -66,6 +67,10 @@ ROLLOUTS = {
     "reward": {"functions": {"format": 1.0}, "format": {"pattern": "[a-m].*"}},
 }
 TEXT = {"data.train": "data/pretrain/train.txt", "data.eval": "data/pretrain/eval.txt"}
+_SUPERVISED: frozenset[Capability] = frozenset(
+    {"generation", "mtp", "packing", "plain_text", "prefix", "prompt_lengths", "step_programs", "thoughts"}
+)
+"""Capabilities of supervised fine-tuning, of all parameters and of adapters."""
 
 
 @hookimpl
@@ -92,19 +97,7 @@ def _language_stages() -> list[StageSpec]:
             config_cls=SftSection,
             profile=SftSection.profile,
             factory=lazily("llmsuite.stages.sft:SftStage"),
-            capabilities=frozenset(
-                {
-                    "generation",
-                    "mtp",
-                    "packing",
-                    "plain_text",
-                    "prefix",
-                    "prompt_lengths",
-                    "qat",
-                    "step_programs",
-                    "thoughts",
-                }
-            ),
+            capabilities=_SUPERVISED | {"qat"},
             smoke=CONVERSATIONS,
         ),
         StageSpec(
@@ -115,19 +108,7 @@ def _language_stages() -> list[StageSpec]:
             profile=SftSection.profile,
             sections={"sft": SftSection},
             factory=lazily("llmsuite.stages.sft:SftStage"),
-            capabilities=frozenset(
-                {
-                    "adapters_only",
-                    "generation",
-                    "mtp",
-                    "packing",
-                    "plain_text",
-                    "prefix",
-                    "prompt_lengths",
-                    "step_programs",
-                    "thoughts",
-                }
-            ),
+            capabilities=_SUPERVISED | {"adapters_only"},
             smoke=CONVERSATIONS,
         ),
         StageSpec(

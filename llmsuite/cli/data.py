@@ -79,11 +79,8 @@ def run(args: Any, registry: Registry) -> int:
     if args.plot is not None:
         check_plot(Path(args.plot))
     from llmsuite.cli import show_data
-    from llmsuite.recipe.resolve import plan_run
 
-    plan = plan_run(args.inputs[0], args.overrides, registry, args.smoke)
-    plan.check_trains(f"data {args.action}")
-    plan, stage = show_data.prepare(plan, registry)
+    plan, stage = show_data.prepare(args, registry)
     if args.action == "explain":
         return show_data.explain(stage, plan.data.train_path, args.row or 1)
     from llmsuite.engine.data import padding_free

@@ -1,4 +1,4 @@
-"""Errors of the command line in plain words: they name options as typed, and say how to correct them."""
+"""Help and errors of the command line in plain words: errors name options as typed, and say how to correct them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
 from llmsuite.base.errors import UserError
 from llmsuite.base.suggestions import final_suggestion
-from llmsuite.cli.help import PlainHelp
 
 # what jsonargparse 4.53 says
 _MISSING = re.compile(r"the following arguments are required: (.*)")
@@ -31,6 +30,17 @@ _KINDS = {
     "bool": "true or false",
     "Port": "a number of a port, 0 to 65535",
 }
+
+
+class PlainHelp(DefaultHelpFormatter):
+    """jsonargparse's formatter, without types and without trivial defaults (None, False)."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        if not action.option_strings or action.default in (None, False, argparse.SUPPRESS) or "%(default)" in text:
+            return text
+        # such a text names its default in words already
+        return text if "default" in text else f"{text} (default: %(default)s)"
 
 
 class CommandParser(ArgumentParser):

@@ -9,7 +9,7 @@ from llmsuite.cli.model_paths import print_status
 from llmsuite.contract.registry import Registry
 from llmsuite.contract.schema.recipe import DataSection, TrainSection
 from llmsuite.recipe.plans import DataPlan
-from llmsuite.recipe.resolve import RunPlan
+from llmsuite.recipe.resolve import RunPlan, plan_run
 
 if TYPE_CHECKING:
     from llmsuite.engine.stage import Stage
@@ -19,8 +19,13 @@ if TYPE_CHECKING:
 _COLOURS = {"system": "magenta", "user": "cyan", "tool": "yellow", "assistant": "white", "text": "white"}
 
 
-def prepare(plan: RunPlan, registry: Registry) -> tuple[RunPlan, Stage[Any]]:
-    """Check that the files exist, fetch remote ones, and start Paddle on the CPU, as stages need it; open the stage.
+def prepare(args: Any, registry: Registry) -> tuple[RunPlan, Stage[Any]]:
+    """Plan the recipe, check that its files exist, fetch remote ones, and start Paddle on the CPU, as stages need it;
+    open the stage.
+
+    Args:
+        args: arguments of the command.
+        registry: registered stages and model families.
 
     Returns:
         The plan with local files, and its stage.
@@ -29,6 +34,8 @@ def prepare(plan: RunPlan, registry: Registry) -> tuple[RunPlan, Stage[Any]]:
     from llmsuite.devices.start import start_paddle
     from llmsuite.recipe.fetch import fetch_names
 
+    plan = plan_run(args.inputs[0], args.overrides, registry, args.smoke)
+    plan.check_trains(f"data {args.action}")
     plan.check_files(loads_model=False)
     plan = fetch_names(plan, registry, print_status, loads_model=False)
     start_paddle(CpuBackend(), 1)

@@ -336,10 +336,6 @@ class TextTokenizer:
             return text[len(context) :]
         return self.decode([token], skip_special_tokens)
 
-    def first_visible_token(self, ids: Sequence[int]) -> int:
-        """Return the index of the token that begins the decoded text: the first that is not left out as special."""
-        return next((number for number, token in enumerate(ids) if self.is_visible(token)), 0)
-
     def is_visible(self, token: int) -> bool:
         """Return False for a token that is left out of decoded texts as special."""
         return bool(self.decode([token])) or not self.decode([token], False)

@@ -67,9 +67,10 @@ class MatmulOps:
     None: `Ops.cross_entropy`, whose gradient is rounded afterwards."""
 
     @property
-    def is_paddles(self) -> bool:
-        """True if `matmul` is Paddle's own, which needs nothing of `llmsuite.models.linear_ops`."""
-        return self.matmul is matmul
+    def has_device_matmul(self) -> bool:
+        """True if `matmul` is an operation of the device, whose gradient is in `llmsuite.models.linear_ops`; False for
+        Paddle's own."""
+        return self.matmul is not matmul
 
     @property
     def rounds_inputs(self) -> bool:

@@ -34,6 +34,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         k, v = (paddle.stack([x] * groups, 3).reshape([0, 0, -1, x.shape[-1]]) for x in (k, v))
     scale = q.shape[-1] ** -0.5
     q, k, v = (x.transpose([0, 2, 1, 3]) for x in (q, k, v))
+    # queries are scaled, not scores: those are larger, and may overflow in fp16
     scores = paddle.matmul(q * scale, k, transpose_y=True)
     if mask is not None:
         scores = scores + mask

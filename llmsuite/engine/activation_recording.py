@@ -20,8 +20,7 @@ from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.devices.tensors import array_of, tensor_of
 from llmsuite.engine.data_loader import StepDataLoader
-from llmsuite.engine.eager_engine import EagerEngine
-from llmsuite.engine.step import train_step
+from llmsuite.engine.eager_engine import EagerEngine, train_step
 from llmsuite.engine.step_recording import StepRecording
 from llmsuite.engine.trainer import Trainer
 from llmsuite.models.head import head_of
@@ -91,7 +90,7 @@ def record_model(source: ModelDirectory, backend: DeviceBackend, precision: str,
         raise UserError(f"{source.path}: rounds its inputs, so it cannot be compared; name the model it was made of")
     if precision not in backend.precisions:
         raise UserError(f"--precision {precision}: {backend.name} has {', '.join(backend.precisions)}")
-    with paddle.LazyGuard():
+    with paddle.LazyGuard():  # no memory before its shapes are known to be those of the files
         model = source.family.factory()(source.config, backend.ops(precision))
     check_shapes(source, {name: tuple(parameter.shape) for name, parameter in model.named_parameters()})
     alone = Mesh(Degrees(1, 1, 1, 1), 0)

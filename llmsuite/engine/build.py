@@ -108,7 +108,7 @@ def build_model(
     trained = {name: shape for name, shape in shapes.items() if model_plan.trains(name)}
     saved = {name: shape for name, shape in shapes.items() if name in trained or is_fixed(name)}
     if lora.base_format is not None:
-        with paddle.LazyGuard():
+        with paddle.LazyGuard():  # codes and scales without memory, which `parallelize` fills
             for chunk in chunks:
                 quantise_matrices(chunk, quantised_modules(shapes, shard_plan), lora.base_format)
     bounds = _cut_pipeline(chunks, model_plan, parallel_plan, mesh, shapes)
@@ -194,7 +194,7 @@ def _build_chunks(
     network: PrefixNetwork | None = None
     chunks = []
     for _ in range(parallel_plan.num_chunks):
-        with paddle.LazyGuard():
+        with paddle.LazyGuard():  # parameters without memory: a rank fills only its shards of them
             model = build_padded(model_plan.family, model_plan.config, ops, tp)
             if config is not None:
                 adapted = adapted_modules(model, shard_plan, lora.target_modules)
@@ -295,7 +295,7 @@ def _strategy(
     if engine.mode == "to_static" and parallel_plan.degrees.tp > 1 and not ops.matmuls.rounds_inputs:
         # our matmuls on shards have no gradient in to_static layers; where they round nothing, Paddle's are as good
         ops = dataclasses.replace(ops, matmuls=MatmulOps())
-    if engine.mode == "to_static" and not ops.matmuls.is_paddles and ops.matmuls.program_matmul is None:
+    if engine.mode == "to_static" and ops.matmuls.has_device_matmul and ops.matmuls.program_matmul is None:
         raise UserError(
             f"engine.precision: is {engine.precision}, whose matmuls in programs need kernels that are built by g++; "
             "install it, or set engine.mode to dynamic"

@@ -132,6 +132,7 @@ class Critic(StepCallback):
         reader = MicroBatchLoader.collated(self._batches)
         self._engine.forward_backward(reader, ledger, self._scale)
         weight, metrics = ledger.reduce()
+        # gradients are 0 where the weight is, as in `train_step`
         norm = self.optimizer.finish_gradients((weight or 1.0) * self._scale)
         for callback in self._callbacks:
             callback.after_passes()

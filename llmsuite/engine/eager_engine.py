@@ -1,4 +1,7 @@
-"""Engine whose steps run eagerly: forward and backward passes one by one, then the update."""
+"""Engine whose steps run eagerly: forward and backward passes one by one, then the update.
+
+`train_step` is one optimizer step, in the order of execution.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,71 @@ from llmsuite.contract.schema.engine import EngineSection
 from llmsuite.contract.schema.recipe import TrainSection
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.engine.build import BuiltModel
-from llmsuite.engine.passes import MicroBatchLoader, Passes
-from llmsuite.engine.rules import StepRules
-from llmsuite.engine.step import train_step
+from llmsuite.engine.passes import MicroBatchLoader, Passes, run_prepasses
+from llmsuite.engine.rules import StepRules, finite_metrics
 from llmsuite.engine.train_engine import TrainEngine
+from llmsuite.launch import calls
 from llmsuite.parallel.ledger_entries import COUNTS
 from llmsuite.parallel.loss_ledger import LossLedger
 from llmsuite.parallel.optimizer import Optimizer
+
+
+def train_step(
+    engine: EagerEngine,
+    step: int,
+    batches: MicroBatchLoader,
+    requests: Mapping[str, bool],
+    is_logged: bool = True,
+) -> dict[str, float]:
+    """Run forward, backward and update; return the metrics of the global batch.
+
+    Args:
+        engine: has the model, in training mode. A step that its rules do not accept updates nothing,
+            and has the metric "skipped", and "roll_back" if the run has to return to a checkpoint.
+        step: counted from 1.
+        batches: micro-batches of this rank.
+        requests: requests to this rank, such as to stop; returned as metrics, the number of ranks with the request.
+        is_logged: True where the metrics of callbacks are read from the device. They are also read in a step with a
+            request, which may be logged as the last one.
+
+    Raises:
+        NonFiniteLoss, LossSpike: before anything is updated.
+    """
+    optimizer = engine.optimizer
+    rules = engine.rules
+    scale = rules.loss_scale
+    calls.step(step)
+    engine.passes.model.step = step
+    ledger = LossLedger()
+    ledger.add_requests(**requests)
+    run_prepasses(engine.passes, batches)
+    for callback in rules.callbacks:
+        callback.before_passes(batches.all_batches, scale.value)
+
+    engine.forward_backward(batches, ledger, scale.value)
+    # one sum over the ranks for the loss, the metrics and the requests
+    weight, metrics = ledger.reduce()
+    metrics |= ledger.maxima(rules.max_metrics)
+    # a global batch whose rollouts are all empty has weight 0, and gradients of 0
+    metrics["grad_norm"] = optimizer.finish_gradients((weight or 1.0) * scale.value)
+    for callback in rules.callbacks:
+        callback.after_passes()
+        if is_logged or any(metrics[name] for name in requests):
+            metrics |= callback.metrics()
+    metrics["learning_rate"] = optimizer.learning_rate(step)
+    metrics["reader_seconds"] = batches.seconds
+
+    # loss and norm are reduced over all ranks, so all of them make the same decision
+    if rules.decide(step, weight, metrics) != "accept":
+        optimizer.drop_gradients()
+        for callback in rules.callbacks:
+            callback.after_skip()
+        return finite_metrics(metrics)
+    optimizer.step(step)
+    for callback in rules.callbacks:
+        callback.after_update()
+    scale.grow()
+    return metrics
 
 
 class EagerEngine(TrainEngine):

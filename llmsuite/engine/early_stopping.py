@@ -78,6 +78,7 @@ class EarlyStopping:
         if self._patience is None or step <= self.last_step:
             return
         value = metrics.get(self._metric or "")
+        # of rank 0, as middle stages of a pipeline do not have all metrics, and all ranks stop after the same step
         is_known, number = collective.broadcast_from_rank0(
             [self._metric in metrics, math.nan if value is None else value]
         )
@@ -94,6 +95,7 @@ class EarlyStopping:
         self._history.append(now)
 
     def _is_improvement(self, value: float, best: float | None) -> bool:
+        # a first value that is not finite would stay the best one: nothing compares as better than NaN
         if not math.isfinite(value) or best is None:
             return math.isfinite(value)
         gain = value - best if self._is_highest else best - value

@@ -98,7 +98,8 @@ class ExpertBalance(StepCallback):
         if not self._mesh.counts_losses:  # another rank with the same rows counts them
             own = [0.0, 0.0]
         weight, num_sequences = collective.sum_over_run(own)
-        self._num_sequences = num_sequences or 1.0  # in a rehearsal the ranks that count losses are not there
+        # at least one: a rehearsal of a rank that counts none gets no answer of those that do
+        self._num_sequences = max(num_sequences, 1.0)
         # all gradients are divided by the weight of the stage's loss later, but this loss is a mean over sequences
         for balance, _ in self._layers:
             balance.factor = scale * self._loss_factor * weight / self._num_sequences
@@ -110,12 +111,14 @@ class ExpertBalance(StepCallback):
         mine: list[collective.Number] = [0.0, 0.0, 0.0]
         if self._layers:
             stacked = paddle.stack([local_value(balance.load) for balance, _ in self._layers])
+            # each data rank has counted the rows of its own tokens; ranks of a tp group have counted the same ones
             collective.sum_in_group(stacked, self._mesh.data_group)
             self._loads = list(stacked)
             if self._mesh.coordinate["tp"] == 0:
                 if self._mesh.data_rank == 0:
                     mine[:2] = (stacked.max(-1) / stacked.mean(-1)).sum(), float(len(self._layers))
                 mine[2] = paddle.add_n([local_value(balance.loss).astype("float64") for balance, _ in self._layers])
+        # one sum for all numbers, which stays on the device: only a step that is logged waits for it
         self._summed = collective.sum_on_device(mine)
 
     # for compiled train steps, instead of `before_passes` and `after_passes`

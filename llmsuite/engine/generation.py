@@ -125,6 +125,7 @@ class GenerationEvaluation:
                 ]:
                     answer = {"prompt": decode(list(prompt.prompt)), "output": text, "tgt": reference}
                     saved.append(of_set | answer)
+        # rank 0 has compared the texts, and every rank decides by the metrics, such as whether to stop early
         return dict(zip(self._names, collective.broadcast_from_rank0(values))), saved
 
     def _answers(self) -> list[list[int]]:

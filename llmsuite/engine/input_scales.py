@@ -42,6 +42,7 @@ class InputScales(StepCallback):
         full. The scale is the average / 127.
         """
         largest = [self._pop_largest(name) for name in self._observed]
+        # over all ranks: they have seen other tokens, and other layers, and all keep the same scales
         for (name, (total, weight)), seen in zip(list(self._observed.items()), collective.max_over_run(largest)):
             self._observed[name] = self._rate * total + seen, self._rate * weight + 1.0
         self._write_back()

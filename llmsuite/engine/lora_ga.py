@@ -26,10 +26,9 @@ from llmsuite.devices.tensors import array_of, tensor_of
 from llmsuite.engine.build import BuiltModel
 from llmsuite.engine.data import TrainingData
 from llmsuite.engine.data_loader import StepDataLoader
-from llmsuite.engine.eager_engine import EagerEngine
+from llmsuite.engine.eager_engine import EagerEngine, train_step
 from llmsuite.engine.guard import StepDecision
 from llmsuite.engine.rules import StepRules
-from llmsuite.engine.step import train_step
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel import collective
 from llmsuite.parallel.materialize import read_local_values

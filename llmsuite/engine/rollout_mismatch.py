@@ -55,10 +55,10 @@ def find_rollout_mismatch(family: ModelFamily, config: Any, backend: DeviceBacke
 
 def _trained(family: ModelFamily, config: Any, backend: DeviceBackend, precision: str, read: ReadSlice) -> Any:
     ops = backend.ops(precision)
-    with paddle.LazyGuard():
+    with paddle.LazyGuard():  # the next line fills its parameters
         model = family.factory()(config, ops)
     parallelize_inference(model, family.shard_plan or UNSHARDED, ALONE, read, backend.parameter_dtype(precision))
-    if not ops.matmuls.is_paddles:
+    if ops.matmuls.has_device_matmul:
         use_linear_ops(model, LinearOps(ops))
     model.train()
     return model

@@ -322,7 +322,7 @@ class RolloutDataLoader:
             assert self._data.collate is not None
             for part in sampler.micro_batches(0, self._mesh.data_rank):
                 own.append(self._data.collate([samples[i] for i in part]))
-        if self._mesh.has_middle_stages:
+        if self._mesh.has_middle_stages:  # they have no batches, but run as many passes
             (count,) = collective.broadcast_from_rank0([len(own)])
             own = own or [None] * int(count)
         return MicroBatchLoader.collated(own)

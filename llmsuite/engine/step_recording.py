@@ -91,7 +91,7 @@ class StepRecording(StepCallback, PassRecorder):
 
     @paddle.no_grad()
     def _full_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        finished = dict(self._optimizer.finished)
+        finished = dict(self._optimizer.final_gradients())
         for shard in self._optimizer.shards:
             gradient = finished.get(shard)  # None where this rank has no shard of the parameter, or no pass used it
             own = paddle.zeros_like(shard.main_param.detach()) if gradient is None else gradient

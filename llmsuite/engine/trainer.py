@@ -296,6 +296,7 @@ class Trainer:
             recorded = evaluation_at(directory, self.step)
             lacks = [is_due and not recorded, not is_ended]
             self.checkpointer.restore_best(self.step, recorded)
+        # rank 0 alone reads the record, and an evaluation needs all ranks
         lacks_evaluation, lacks_end = collective.broadcast_from_rank0([float(value) for value in lacks])
         if self._evaluates() and not lacks_evaluation:
             self.early_stopping.evaluated(self.step, recorded, is_recorded=True)

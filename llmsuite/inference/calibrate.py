@@ -59,7 +59,7 @@ def token_windows(texts: Sequence[Sequence[int]], length: int, most: int) -> np.
 def check_calibratable(source: ModelDirectory) -> None:
     """Check that a model can be calibrated. Raises UserError for layers that cannot: experts get only some of the
     tokens, and some matrices are not linear layers."""
-    with paddle.LazyGuard():
+    with paddle.LazyGuard():  # layers are looked at, and take no memory
         model = source.family.factory()(source.config, Ops())
     if reason := unsupported_reason(model):
         raise UserError(

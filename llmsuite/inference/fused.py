@@ -206,7 +206,7 @@ def _linear_forward(layer: Any, x: Tensor) -> Tensor:
 def _concat_linears(layers: list[nn.Linear]) -> nn.Linear:
     """One linear layer with the outputs of several layers."""
     has_bias = layers[0].bias is not None
-    with paddle.LazyGuard():
+    with paddle.LazyGuard():  # its own weight takes no memory, as it is replaced
         joined = nn.Linear(1, 1, bias_attr=None if has_bias else False)
     joined.weight = _parameter(paddle.concat([layer.weight for layer in layers], 1))
     if has_bias:

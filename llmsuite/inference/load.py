@@ -205,7 +205,7 @@ def build_model(
     mesh = mesh or Mesh(Degrees(1, 1, 1, 1), 0)
     plan = family.shard_plan or UNSHARDED
     check_cut(family, config, mesh.degrees)
-    with paddle.LazyGuard():
+    with paddle.LazyGuard():  # no memory for the full model: a rank reads only its shards of the values
         model = build_padded(family, config, generation_ops(backend, precision), mesh.degrees.tp)
         if isinstance(side_adapter, Interventions):
             add_interventions(model, side_adapter.layers, side_adapter.rank, side_adapter.ends)

@@ -167,6 +167,7 @@ def record_program(model: Any, step: Any, rows: TokenRows, shapes: Sequence[Sequ
 
     spec = paddle.static.InputSpec
     program = paddle.jit.to_static(
+        # nothing in it branches on values, so its code needs no translation
         paddle.jit.not_to_static(run),
         input_spec=[
             spec([None, None], "int64"),

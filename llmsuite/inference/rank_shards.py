@@ -76,7 +76,7 @@ def load_shard(source: ModelDirectory, backend: DeviceBackend, precision: str, m
     config = source.config
     check_precision(source, backend, precision)
     check_cut(family, config, mesh.degrees, "--tensor_parallel_degree")
-    with paddle.LazyGuard():
+    with paddle.LazyGuard():  # no memory for the full model: each parameter is read as its part
         model = build_padded(family, config, generation_ops(backend, precision), mesh.degrees.tp)
     check_decode_overrides(model)
     read = values_of(source, mesh)(model)
@@ -204,7 +204,8 @@ def _all_reduce_hook(ring: int) -> Callable[..., Any]:
 
 
 def _all_reduce(part: Tensor, ring: int) -> Tensor:
-    """Sum over the ranks of a ring."""
+    """Sum over the ranks of a ring. It is the operation itself, with the number of the ring, which the program keeps;
+    Paddle's functions take a group, an object of this process."""
     return paddle._C_ops.all_reduce(part, ring, int(dist.ReduceOp.SUM))
 
 

@@ -151,6 +151,7 @@ class RefreshableModel:
         columns = slot.columns
         tensor = slot.tensor
         if not tensor._is_initialized():
+            # its memory was freed while the model trained; layers keep the tensor itself
             fresh = paddle.empty(tensor.shape, tensor.dtype)
             tensor.get_tensor()._share_data_with(fresh.get_tensor())
         value = value.astype("float32" if isinstance(target, PackedWeight) else target.dtype)

@@ -362,6 +362,7 @@ def _unsort(rows: Tensor, route: Route) -> Tensor:
     if num_rows == route.inverse_order.shape[0]:
         return rows.index_select(route.inverse_order, 0)
     padded = paddle.concat([rows, paddle.zeros([1, rows.shape[-1]], rows.dtype)])
+    # rows of experts elsewhere come last in the order: all of them are the row of zeros
     return padded.index_select(route.inverse_order.clip(max=num_rows), 0)
 
 

@@ -23,7 +23,8 @@ _KEPT: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 
 def positions(document_starts: Tensor) -> Tensor:
     """Position of each token in its document, [B, L]; `document_starts` as in `CausalLM.hidden_states`."""
-    return paddle.arange(document_starts.shape[1], dtype=document_starts.dtype) - document_starts.clip(min=0)
+    starts = document_starts.clip(min=0)  # -1 marks padding, whose positions have no effect
+    return paddle.arange(starts.shape[1], dtype=starts.dtype) - starts
 
 
 def rotation(

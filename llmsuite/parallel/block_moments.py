@@ -47,6 +47,8 @@ class _Chunk:
     lines: slice
     numbers: Tensor
     """Numbers of the values' blocks among those of the rank, [N], ascending."""
+    first_number: int
+    """The first of them, which the host knows: to read it would wait for the device."""
 
     def values(self, flat: Tensor) -> Tensor:
         """Its values [N] of a flat tensor of the shard."""
@@ -71,7 +73,8 @@ class Blocks:
             layout: of the shard.
         """
         self.layout = layout
-        self.ids = tensor_of(self._own_ids())
+        self._host_ids = self._own_ids()
+        self.ids = tensor_of(self._host_ids)
         """Numbers of the blocks that this rank has elements of, ascending."""
 
     def _own_ids(self) -> np.ndarray:
@@ -96,8 +99,10 @@ class Blocks:
     def _chunk(self, box: Box, first: int, last: int) -> _Chunk:
         starts = box.first + box.pitch * paddle.arange(first, last)
         found = (starts.unsqueeze(1) + paddle.arange(box.line_size)).flatten() // BLOCK
-        numbers = paddle.searchsorted(self.ids, found.clip(max=self.layout.num_blocks - 1))
-        return _Chunk(box, slice(first, last), numbers)
+        last_block = self.layout.num_blocks - 1  # padding of a vocabulary may reach beyond it, as in `_own_ids`
+        numbers = paddle.searchsorted(self.ids, found.clip(max=last_block))
+        first_block = min((box.first + box.pitch * first) // BLOCK, last_block)
+        return _Chunk(box, slice(first, last), numbers, int(np.searchsorted(self._host_ids, first_block)))
 
     def spread(self, values: Tensor) -> Tensor:
         """Values of this rank's blocks, as values of all blocks, with zeros for the others."""
@@ -253,7 +258,7 @@ class BlockAdamW:
                     values = _cast(_cast(values, paddle.float32) * decay, flat.dtype)
                 of_box.append((chunk, values))
                 for found, moment in zip(largest, moments):
-                    _raise_to(found, moment.abs(), chunk.numbers)
+                    _raise_to(found, moment.abs(), chunk)
             changed.append(of_box)
         shard.main_param.copy_(_joined(changed, shard.main_param.shape), False)
         return largest
@@ -305,16 +310,17 @@ def decay_factor(shard: ParameterShard, rate: float, weight_decay: float) -> flo
     return 1 - rate * weight_decay
 
 
-def _raise_to(largest: Tensor, magnitudes: Tensor, numbers: Tensor) -> None:
+def _raise_to(largest: Tensor, magnitudes: Tensor, chunk: _Chunk) -> None:
     """Replace the magnitudes of blocks by larger ones of some elements, in place.
 
     Args:
         largest: by block.
-        magnitudes: of elements, [N].
-        numbers: of their blocks, [N], ascending.
+        magnitudes: of the elements of the chunk, [N].
+        chunk: has the numbers of their blocks.
     """
-    first = int(numbers[0])
-    found = paddle.geometric.segment_max(magnitudes, numbers - first)  # zeros for blocks between without elements
+    first = chunk.first_number
+    # zeros for blocks between without elements
+    found = paddle.geometric.segment_max(magnitudes, chunk.numbers - first)
     last = first + found.shape[0]
     largest[first:last] = paddle.maximum(largest[first:last], found)
 

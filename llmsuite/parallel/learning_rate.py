@@ -73,6 +73,7 @@ class LearningRate:
         self._last_stable = self.warmup_steps  # the last step before the decay
         if schedule == "wsd":
             ratio = _WSD_DECAY_RATIO if train.decay_ratio is None else train.decay_ratio
+            # rounded first: 0.07 * 100 is more than 7 in binary, and would be a step more
             self._last_stable = max(self._last_stable, total_steps - math.ceil(round(ratio * total_steps, 6)))
             schedule = shape or "linear"
         self._num_decay_steps = total_steps - self._last_stable

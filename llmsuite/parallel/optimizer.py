@@ -150,14 +150,14 @@ class Optimizer(BaseOptimizer):
         self._factor = clipped / weight
         return norm
 
-    @property
-    def finished(self) -> Sequence[tuple[ParameterShard, Tensor]]:
-        """The finished gradients of a step, with their shards, before the update."""
-        self._scale()
-        return tuple(self._finished)
+    def final_gradients(self) -> list[tuple[ParameterShard, Tensor]]:
+        """The gradients of a step with their shards, as the update will use them. They are divided and clipped in place
+        for it, which the update then does not repeat."""
+        self._scale_gradients()
+        return list(self._finished)
 
     @paddle.no_grad()
-    def _scale(self) -> None:
+    def _scale_gradients(self) -> None:
         for _, gradient in self._finished:
             self._ops.scale(gradient, self._factor)
         self._factor = 1.0
@@ -174,7 +174,7 @@ class Optimizer(BaseOptimizer):
         """Update the parameters and drop the gradients."""
         self._paddle.set_lr(self.learning_rate(step))
         if not isinstance(self._paddle, _KernelAdamW) or not self._train.master_weights:
-            self._scale()
+            self._scale_gradients()
         finished = dict(self._finished)
         self._finished = []
         self._update_blocks(finished, step)
@@ -235,10 +235,11 @@ class Optimizer(BaseOptimizer):
         for slot, values in self._paddle._accumulators.items():
             if shard.name in values and slot not in self._first_numbers:  # Paddle itself keeps those on the host
                 moved = move(values[shard.name])
-                moved.name = values[shard.name].name
+                moved.name = values[shard.name].name  # by which Paddle's state_dict has it
                 values[shard.name] = moved
         if shard.shard_is_copy:
             moved = move(shard.main_param.detach())
+            # the tensor stays, with other memory: Paddle's optimizer refers to it
             shard.main_param.get_tensor()._share_data_with(moved.get_tensor())
 
     def _slot_values(self) -> Mapping[tuple[str, str], Tensor]:
@@ -280,6 +281,7 @@ class Optimizer(BaseOptimizer):
                 self._direct.load(self._direct.states[entry.shard.name], entry.slot, value)
             else:
                 slots[_paddle_name(entry.shard.name, entry.slot)] = value
+        # Paddle's optimizer takes them when a parameter has its first gradient
         self._paddle.set_state_dict(slots)
 
 

@@ -90,6 +90,7 @@ class P2PChannels:
 
     def receive_header(self) -> Sequence[int]:
         """Receive a header of activations from the previous part."""
+        # on the host, as the shape of the activations that follow has to be known there
         header: list[int] = array_of(self.receive([edges.HEADER_LENGTH], "int64", forward=True)).tolist()
         return collective.others().header(header)
 

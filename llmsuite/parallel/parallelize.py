@@ -144,7 +144,7 @@ def parallelize_inference(model: Any, plan: ShardPlan, mesh: Mesh, read: ReadSli
 def _use_device_matmul(model: Any, strategy: Strategy) -> None:
     # float32 layers of one input stay separate under tensor parallel: `plan` counts the messages of each
     ops = strategy.ops
-    if not ops.matmuls.is_paddles:
+    if ops.matmuls.has_device_matmul:
         together = ops.matmuls.rounds_inputs or strategy.mesh.tensor is None
         use_linear_ops(model, TensorParallelLinearOps(ops, strategy.mesh), together=together)
 

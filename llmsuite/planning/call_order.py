@@ -1,9 +1,9 @@
 """Check for deadlocks before ranks start: the ranks of every group must make the same calls, in the same order.
 
 The calls of each rank in a step are listed in the order in which the engine makes them: the passes of
-`parallel.schedule` with the messages of `parallel.pipeline` between them, then the collectives of `engine.step`. They
-are compared group by group, and then simulated until all are done or no rank can continue. A test compares them with
-the calls that real ranks log.
+`parallel.schedule` with the messages of `parallel.pipeline` between them, then the collectives of
+`engine.eager_engine`. They are compared group by group, and then simulated until all are done or no rank can continue.
+A test compares them with the calls that real ranks log.
 
 Communication inside of a pass (along tp, to experts, of sharded parameters and gradients) counts as one call of its
 group: there all ranks of the group run the same operations of the same part.

@@ -67,9 +67,8 @@ def held_out_notes(data_plan: DataPlan) -> list[str]:
 
 def warmup_notes(train_plan: TrainPlan) -> list[str]:
     """Return a note if the learning rate is still rising at the last step."""
-    train = train_plan.section.__dict__
-    steps = train["max_steps"]
-    warm = train["warmup_steps"]
+    steps = train_plan.section.max_steps
+    warm = train_plan.section.warmup_steps
     if steps is None or warm is None or warm < steps:
         return []
     return [f"train.warmup_steps: is {warm}, and train.max_steps {steps}, so the learning rate rises to the end"]

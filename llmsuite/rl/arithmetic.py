@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import operator
+import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 
 _MAX_LENGTH = 200
@@ -16,6 +17,17 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
 }
+
+
+def pattern_problems(pattern: str) -> Iterator[tuple[str, str]]:
+    """The key and the fault of a recipe's `pattern`, a regular expression that finds expressions in completions."""
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        yield "pattern", f"is not a regular expression: {error}"
+        return
+    if groups != 1:
+        yield "pattern", f"has {groups} groups; it needs one, around the expression"
 
 
 def value(expression: str) -> Fraction:

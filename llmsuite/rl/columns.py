@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from llmsuite.contract.schema.recipe import Recipe
-from llmsuite.contract.schema.section import Section
+from llmsuite.contract.schema.environment import EnvironmentSection
+from llmsuite.contract.schema.reward import RewardSection
+from llmsuite.contract.schema.section import Section, value_at
 from llmsuite.data.rows import Prompt
 from llmsuite.data.suggest import did_you_mean
 
@@ -21,18 +22,21 @@ def value_of(columns: Mapping[str, Any], column: str, key: str) -> Any:
     return found
 
 
-def missing_columns(recipe: Recipe, rows: Sequence[tuple[str, Prompt]]) -> Iterator[tuple[str, str]]:
+def missing_columns(
+    rewards: RewardSection, environment: EnvironmentSection | None, rows: Sequence[tuple[str, Prompt]]
+) -> Iterator[tuple[str, str]]:
     """Recipe keys of rewards that name columns which no given row has, each with the message about the first row.
 
     A run ends when more than `reward.max_failed` of the rewards of a step are missing: one row without a value is fine.
 
     Args:
-        recipe: of a stage with rewards; reading it here does not mark its keys as used.
+        rewards: section `reward` of the recipe.
+        environment: section `environment`; None for a stage without it.
         rows: the first rows of a file, each with its location; at least one.
     """
-    for prefix, section in _sections(recipe):
+    for prefix, section in _sections(rewards, environment):
         for name in section.needs_columns:
-            column = section.__dict__[name]
+            column = value_at(section, name)
             if all(row.columns.get(column) is None for _, row in rows):
                 where, first = rows[0]
                 try:
@@ -41,23 +45,18 @@ def missing_columns(recipe: Recipe, rows: Sequence[tuple[str, Prompt]]) -> Itera
                     yield f"{prefix}.{name}", f"{where}: {error}"
 
 
-def _sections(recipe: Recipe) -> Iterator[tuple[str, Section]]:
+def _sections(rewards: RewardSection, environment: EnvironmentSection | None) -> Iterator[tuple[str, Section]]:
     """The sections of the rewards with a weight, each with its key. The section of the reward `environment` is that of
     the environment. Nothing where every reward may be missing."""
-    # through `__dict__`, as attribute access marks a key as used
-    rewards = recipe.__dict__["reward"].__dict__
-    environment = recipe.__dict__.get("environment")
-    if rewards["max_failed"] >= 1:
+    if rewards.max_failed >= 1:
         return
-    for name, weight in rewards["functions"].items():
+    for name, weight in rewards.functions.items():
         if not weight:
             continue
         prefix = f"reward.{name}"
-        owner = rewards
+        section = value_at(rewards, name)
         if name == "environment" and environment is not None:
-            owner = environment.__dict__
-            name = environment.__dict__["name"]
-            prefix = f"environment.{name}"
-        section = owner.get(name)
+            prefix = f"environment.{environment.name}"
+            section = value_at(environment, environment.name or "")
         if isinstance(section, Section):
             yield prefix, section

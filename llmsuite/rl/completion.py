@@ -48,13 +48,6 @@ class Completion:
         return len(self.logprobs)
 
     @property
-    def sampled_positions(self) -> list[int]:
-        """Positions in `ids` of the tokens that the model sampled."""
-        if not self.sampled_mask:
-            return list(range(len(self.ids)))
-        return [i for i, is_sampled in enumerate(self.sampled_mask) if is_sampled]
-
-    @property
     def num_turns(self) -> int:
         """The number of turns of the model in an episode."""
         return sum(turn.role == "assistant" for turn in self.turns)

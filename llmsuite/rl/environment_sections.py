@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pkgutil
-import re
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from llmsuite.contract.schema.section import Section
 from llmsuite.contract.specs import Environment, EnvironmentSpec
+from llmsuite.rl import arithmetic
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -47,13 +47,7 @@ class CalculatorSection(Section):
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.as_tool and self.pattern != type(self).__dataclass_fields__["pattern"].default:
             yield "pattern", "has no effect with as_tool; remove one of them"
-        try:
-            groups = re.compile(self.pattern).groups
-        except re.error as error:
-            yield "pattern", f"is not a regular expression: {error}"
-        else:
-            if groups != 1:
-                yield "pattern", f"has {groups} groups; it needs one, around the expression"
+        yield from arithmetic.pattern_problems(self.pattern)
 
 
 @dataclasses.dataclass(kw_only=True)

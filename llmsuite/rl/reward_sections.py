@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 from llmsuite.contract.schema.numbers import NonNegativeInt, PositiveFloat, PositiveInt
 from llmsuite.contract.schema.section import Section
 from llmsuite.contract.specs import RewardSpec, Score
+from llmsuite.rl import arithmetic
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -77,13 +78,7 @@ class CountdownSection(Section):
     counts. null: the full completion is the expression."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        try:
-            groups = re.compile(self.pattern or "()").groups
-        except re.error as error:
-            yield "pattern", f"is not a regular expression: {error}"
-        else:
-            if groups != 1:
-                yield "pattern", f"has {groups} groups; it needs one, around the expression"
+        yield from arithmetic.pattern_problems(self.pattern or "()")
 
 
 @dataclasses.dataclass(kw_only=True)

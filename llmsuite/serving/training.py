@@ -32,7 +32,6 @@ from llmsuite.serving.weights import ServedWeights
 PATHS = ("/v1/pause", "/v1/update_weights", "/v1/resume")
 _MAX_COMPLETIONS = 4096
 _Key = Annotated[list[Annotated[int, Field(ge=0, lt=2**64)]], FAIL_FAST]
-_SOME = Field(min_length=1)
 _Numbers = Annotated[list[int], FAIL_FAST]
 
 

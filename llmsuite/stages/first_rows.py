@@ -17,7 +17,7 @@ from llmsuite.base.redaction import Url, redacted
 from llmsuite.base.safe_files import is_file
 from llmsuite.contract.registry import BUILTIN, Registry
 from llmsuite.contract.schema.columns import columns_of
-from llmsuite.contract.schema.reward import RewardSection
+from llmsuite.contract.schema.recipe import environment_of
 from llmsuite.contract.specs import StageSpec
 from llmsuite.data.chat_template import ChatTemplate, load_template
 from llmsuite.data.columns import rename_columns
@@ -119,9 +119,7 @@ def unread_columns(
 
 
 class _RowChecker:
-    """Checks files as the stage of a plan reads them. Recipe keys are read through `__dict__`, which does not mark them
-    as
-    used: only the training stage may do that."""
+    """Checks files as the stage of a plan reads them."""
 
     def __init__(
         self,
@@ -137,14 +135,15 @@ class _RowChecker:
         stage = train_plan.stage
         self._row_kind = stage.row_kind if isinstance(stage, StageSpec) else ""
         self._capabilities = stage.capabilities
-        self._data = data_plan.section.__dict__
-        self._columns: Mapping[str, str] = self._data["columns"]
-        self._skips = self._data.get("on_bad_row") == "skip"
-        self._section = train_plan.stage_section.__dict__
+        self._data = data_plan.section
+        self._columns: Mapping[str, str] = self._data.columns
+        self._skips = data_plan.given("on_bad_row") == "skip"
+        self._section = train_plan.stage_section
+        self._rewards = train_plan.reward
         is_ours = registry.owner("stage", stage.name).distribution == BUILTIN
         self._reads_text = is_ours and stage.name == "pretrain"
         self._reads_prompts = is_ours and stage.name == "infer"
-        self._renders = is_ours and not self._reads_text and not self._section.get("raw")
+        self._renders = is_ours and not self._reads_text and not (self._reads_prompts and self._section.raw)
 
     # problems
 
@@ -168,9 +167,8 @@ class _RowChecker:
             yield dataclasses.replace(problem, remedy=self._remedy(given, path))
 
     def _row_problems(self, given: str, path: Path) -> Iterator[Problem]:
-        rewards = self._loaded.recipe.__dict__.get("reward")
         num_rows = 1
-        if isinstance(rewards, RewardSection):
+        if self._rewards is not None:
             num_rows = _ROWS_FOR_REWARDS
         rows = self._converted(given, path, num_rows)
         template = None if rows and is_plain(rows[0][1]) else self._template()
@@ -178,8 +176,9 @@ class _RowChecker:
             where, row = rows[0]
             _at(where, lambda: check_rendered(template, row))
         prompts = [(where, row) for where, row in rows if isinstance(row, Prompt)]
-        if isinstance(rewards, RewardSection) and prompts:
-            for key, message in missing_columns(self._loaded.recipe, prompts):
+        if self._rewards is not None and prompts:
+            environment = environment_of(self._loaded.recipe)
+            for key, message in missing_columns(self._rewards, environment, prompts):
                 yield self._loaded.problem(key, message)
 
     def _converted(self, given: str, path: Path, num_rows: int) -> list[tuple[str, Any]]:
@@ -220,7 +219,7 @@ class _RowChecker:
             yield rows
 
     def _check_text(self, path: Path) -> None:
-        key = text_key(self._columns, self._section["key"])
+        key = text_key(self._columns, self._section.key)
         check_has_columns(path, self._columns)
         if path.suffix in _CORPUS:
             from llmsuite.data.indexed_corpus import IndexedCorpus, index_path  # which imports NumPy
@@ -241,10 +240,10 @@ class _RowChecker:
         if found is None:
             raise UserError(f"{path}: has no rows")
         where = found[0]
-        question = parse_prompt_at(*found, ColumnRules(self._columns, self._data["ignore_columns"]))
+        question = parse_prompt_at(*found, ColumnRules(self._columns, self._data.ignore_columns))
         turns = question.turns
         template = self._template()
-        system = self._section["system"]
+        system = self._section.system
         if template is None:
             return
         messages = [Message("user", turns)] if isinstance(turns, str) else turns
@@ -259,11 +258,11 @@ class _RowChecker:
         if not self._renders or directory is None or not is_file(directory / "tokenizer_config.json"):
             return None
         return load_template(
-            self._data["chat_template"],
+            self._data.chat_template,
             directory,
             dict(read_token_files(directory).roles),
-            self._data["chat_template_kwargs"],
-            ALL in self._data["ignore_columns"],
+            self._data.chat_template_kwargs,
+            ALL in self._data.ignore_columns,
         )
 
     # suggestions
@@ -272,7 +271,7 @@ class _RowChecker:
     def fields(self) -> tuple[str, ...]:
         """The fields that every row needs."""
         if self._reads_text:
-            return (self._section["key"],)
+            return (self._section.key,)
         if self._reads_prompts:
             return ("prompt",)
         return fields_of(self._row_kind)
@@ -336,7 +335,7 @@ class _RowChecker:
 
     def _format_of(self, given: str) -> str:
         """The name of the data format of a file, or "auto"."""
-        found: str | Mapping[str, str] = self._data["format"]
+        found: str | Mapping[str, str] = self._data.format
         return found if isinstance(found, str) else found.get(given, "auto")
 
     def _conversion(self, given: str) -> RowConverter:
@@ -344,11 +343,11 @@ class _RowChecker:
         readers = self._registry.stages_by_row_kind()
         columns = ColumnRules(
             self._columns,
-            self._data["ignore_columns"],
-            self._data.get("text_template"),
+            self._data.ignore_columns,
+            self._data.text_template,
             self._capabilities,
-            self._data.get("system"),
-            self._data.get("fill") or {},
+            self._data.system,
+            self._data.fill,
         )
         return RowConverter(self._row_kind, self._format_of(given), formats, columns, readers)
 

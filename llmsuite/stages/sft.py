@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -23,13 +23,17 @@ from llmsuite.data.rows import Conversation
 from llmsuite.engine.row_reader import PackingReader
 from llmsuite.engine.stage import Batch, BatchLayout, DropCounts, EvalPrompt, GeneratingStage, LossTerms, StageContext
 from llmsuite.stages import language_model
-from llmsuite.stages.gkd_section import GkdSection
 from llmsuite.stages.language_model import WeightedTokens
-from llmsuite.stages.sections import SftSection
 
 
 class Unusable(Exception):
     """The reason for which a conversation cannot be trained on."""
+
+
+class CutsConversations(Protocol):
+    """The part of a stage's section that decides whether long conversations are cut."""
+
+    truncate: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +62,7 @@ class SftStage(GeneratingStage[WeightedTokens]):
     truncate_key: ClassVar[str] = "sft.truncate"
     """Key of the recipe that decides whether long conversations are cut."""
 
-    def __init__(self, section: SftSection | GkdSection, context: StageContext):
+    def __init__(self, section: CutsConversations, context: StageContext):
         super().__init__(section, context)
         self._truncate = section.truncate
         self._max_length = context.data.max_length

@@ -24,13 +24,13 @@ def main(file: str) -> int:
     from llmsuite.contract.schema.degrees import Degrees
     from llmsuite.parallel import collective
     from tests.device import SimBackend
-    from tests.standin.ranks import _on_any_rank
+    from tests.standin.ranks import on_any_rank
     from tests.standin.removals import tell
 
     SimBackend().activate(collective.local_rank())
     collective.start(Degrees(1, 2, 1, 1))
     checks = {name: functools.partial(_in_order, check) for name, check in CHECKS.items()}
-    tell(Path(f"{file}.{collective.rank()}"), checks, REMOVALS, (), _on_any_rank)
+    tell(Path(f"{file}.{collective.rank()}"), checks, REMOVALS, (), on_any_rank)
     return 0
 
 
@@ -55,42 +55,13 @@ def _in_order(check: Callable[[], None]) -> None:
 
 def messages() -> None:
     """Numbers come as they were sent."""
-    import paddle
+    from tests.standin.ranks import exchanged, open_channels
 
-    from llmsuite.contract.schema.degrees import Degrees
-    from llmsuite.parallel import collective
-    from llmsuite.parallel.mesh import Mesh
-    from llmsuite.parallel.p2p import P2PChannels
-
-    channels = P2PChannels(Mesh(Degrees(2, 1, 1, 1), collective.rank()), False)
-    came = []
-    for number in range(2):
-        sent = paddle.full([3, 4], float(number + 1), "bfloat16")
-        if collective.rank() == 0:
-            channels.send(sent, forward=True)
-            sent.zero_()  # its memory is somebody else's now
-            found = channels.receive([3, 4], "bfloat16", forward=False)
-        else:
-            found = channels.receive([3, 4], "bfloat16", forward=True)
-            channels.send(found, forward=False)
-        came.append(found)
+    channels = open_channels()
+    came = {value: exchanged(channels, value) for value in (1.0, 2.0)}
     # after the last message: a rank that stops earlier would leave the other one waiting
-    for number, found in enumerate(came):
-        assert bool((found == float(number + 1)).all()), found
-
-
-def sums() -> None:
-    """Gradients are summed over data ranks, once a step."""
-    from tests.standin import ranks
-
-    ranks.sums()
-
-
-def scattered_sums() -> None:
-    """Over sharding ranks, after each backward pass."""
-    from tests.standin import ranks
-
-    ranks.scattered_sums()
+    for value, found in came.items():
+        assert bool((found == value).all()), found
 
 
 def _of_standin(name: str) -> Callable[[], None]:
@@ -104,11 +75,11 @@ def _of_standin(name: str) -> Callable[[], None]:
     return check
 
 
-_ALSO = ("channels", "transposed", "tensor_parallel", "documents", "sequence_parallel", "adapters", "experts")
-CHECKS: dict[str, Callable[[], None]] = {
-    **{check.__name__: check for check in (messages, sums, scattered_sums)},
-    **{name: _of_standin(name) for name in _ALSO},
-}
+_ALSO = (
+    *("sums", "scattered_sums", "channels", "transposed", "tensor_parallel"),
+    *("documents", "sequence_parallel", "adapters", "experts"),
+)
+CHECKS: dict[str, Callable[[], None]] = {"messages": messages, **{name: _of_standin(name) for name in _ALSO}}
 
 _NOT_FOUND = (
     # one rank is refused, or both wait for each other: the end of the process, where the stand-in goes on

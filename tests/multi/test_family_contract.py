@@ -22,7 +22,7 @@ def test_a_built_in_family(name: str, tmp_path: Path) -> None:
     assert {outcome.path for outcome in outcomes if outcome.refused is None} == set(PATHS)
 
 
-def test_mistral(tmp_path: Path) -> None:
+def test_mistral_meets_the_contract(tmp_path: Path) -> None:
     assert_family_contract("llama", tmp_path, shape=MISTRAL)
 
 

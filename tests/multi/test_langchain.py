@@ -114,7 +114,7 @@ def test_the_responses_api(server: Server) -> None:
     assert found.text == chat(server).invoke(TURNS).content
 
 
-def test_embeddings(server: Server) -> None:
+def test_embeddings_of_a_text_are_equal_alone_and_in_a_list(server: Server) -> None:
     # else it parts the texts with a tokenizer that it fetches, of another model
     model = langchain_openai.OpenAIEmbeddings(
         base_url=f"{server.url}/v1", api_key=KEY, model="tiny", check_embedding_ctx_length=False

@@ -97,7 +97,7 @@ def _gradients_of_first_step(directory: Path) -> Iterator[None]:
         if step == 1:
             mesh = collective.mesh()
             whole = {}
-            finished = {shard.name: gradient for shard, gradient in self.finished}
+            finished = {shard.name: gradient for shard, gradient in self.final_gradients()}
             with paddle.no_grad():
                 for shard in self.shards:
                     gradient = finished.get(shard.name)

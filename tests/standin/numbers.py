@@ -147,8 +147,8 @@ def masters() -> None:
         optimizer.begin_backward(is_last)
         nll(model.part).sum().backward()
     norm = optimizer.finish_gradients(16.0)
-    assert all(gradient.dtype == paddle.float32 for _, gradient in optimizer.finished)
-    expected = np.sqrt(sum(np.square(wide(g)).sum() for _, g in optimizer.finished))
+    assert all(gradient.dtype == paddle.float32 for _, gradient in optimizer.final_gradients())
+    expected = np.sqrt(sum(np.square(wide(g)).sum() for _, g in optimizer.final_gradients()))
     assert abs(norm / expected - 1) < 1e-6, norm / expected - 1
     optimizer.step(1)
     for shard in shards:

@@ -33,18 +33,18 @@ def main(file: str, *numbers: str) -> int:
     late.LATENESS = LATENESS
     StandIn().activate(collective.local_rank())
     collective.start(Degrees(1, 2, 1, 1))
-    tell(Path(f"{file}.{collective.rank()}"), CHECKS, OF_RANKS, numbers, _on_any_rank)
+    tell(Path(f"{file}.{collective.rank()}"), CHECKS, OF_RANKS, numbers, on_any_rank)
     return 0
 
 
-def _on_any_rank(own: str | None) -> str | None:
+def on_any_rank(own: str | None) -> str | None:
     from llmsuite.parallel import collective
 
     of_all = collective.sum_over_run([0.0 if own is None else 1.0])
     return own if own is not None else "another rank has noticed" if of_all[0] else None
 
 
-def _channels(ring: bool = False) -> Any:
+def open_channels(ring: bool = False) -> Any:
     from llmsuite.contract.schema.degrees import Degrees
     from llmsuite.parallel import collective
     from llmsuite.parallel.mesh import Mesh
@@ -53,25 +53,30 @@ def _channels(ring: bool = False) -> Any:
     return P2PChannels(Mesh(Degrees(2, 1, 1, 1), collective.rank()), ring)
 
 
-def messages() -> None:
-    """Numbers come as they were sent, and no send is kept that is over."""
-    import time
-
+def exchanged(channels: Any, value: float) -> Any:
+    """What comes of a message of this value that is sent from rank 0 to rank 1 and, on rank 0, back."""
     import paddle
 
     from llmsuite.parallel import collective
 
-    channels = _channels()
-    for number in range(3):
-        sent = paddle.full([3, 4], float(number + 1), "bfloat16")
-        if collective.rank() == 0:
-            channels.send(sent, forward=True)
-            sent.zero_()  # its memory is somebody else's now
-            found = channels.receive([3, 4], "bfloat16", forward=False)
-        else:
-            found = channels.receive([3, 4], "bfloat16", forward=True)
-            channels.send(found, forward=False)
-        assert bool((found == float(number + 1)).all()), found
+    if collective.rank() == 0:
+        sent = paddle.full([3, 4], value, "bfloat16")
+        channels.send(sent, forward=True)
+        sent.zero_()  # its memory is somebody else's now
+        return channels.receive([3, 4], "bfloat16", forward=False)
+    found = channels.receive([3, 4], "bfloat16", forward=True)
+    channels.send(found, forward=False)
+    return found
+
+
+def messages() -> None:
+    """Numbers come as they were sent, and no send is kept that is over."""
+    import time
+
+    channels = open_channels()
+    for value in (1.0, 2.0, 3.0):
+        found = exchanged(channels, value)
+        assert bool((found == value).all()), found
         time.sleep(5 * LATENESS)
     (group,) = {g.process_group for g in channels._groups.values() if g is not None} - {None} - _without_sends(channels)
     assert len(group.not_waited_for) <= 1, "a record of each send is kept"
@@ -88,7 +93,7 @@ def channels() -> None:
     from llmsuite.parallel import collective, edges
     from llmsuite.parallel.schedule import order
 
-    ring = _channels(ring=True)
+    ring = open_channels(ring=True)
     rank = collective.rank()
     num_chunks = 2
     for action in order("interleaved", rank, 2, 5, num_chunks):

@@ -13,7 +13,7 @@ class Recording(Optimizer):
     """Keeps the gradients a step was made with."""
 
     def step(self, step: int) -> None:
-        self.gradients = {shard.name: gradient.numpy() for shard, gradient in self.finished}
+        self.gradients = {shard.name: gradient.numpy() for shard, gradient in self.final_gradients()}
         super().step(step)
 
 

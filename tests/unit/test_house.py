@@ -229,7 +229,6 @@ HTTP = ("urllib.request", "http.client", "urllib3", "requests", "httpx", "aiohtt
 """What asks other machines over HTTP."""
 WHOLE_RUN = {
     "llmsuite.cli.run": 2,
-    "llmsuite.cli.show_data": 1,
     "llmsuite.engine.activation_recording": 1,
     "llmsuite.engine.rehearsal": 1,
     "llmsuite.engine.trainer": 2,

@@ -31,10 +31,8 @@ class DoraLinear(LoraLinear):
         super().__init__(linear, config)
         self.reduce_column_norms: Callable[[Tensor], Tensor] = identity
         """Reduction over ranks of the squared column norms, where W is sharded along its inputs."""
-        with paddle.LazyGuard():
-            self.lora_magnitude = self.create_parameter(
-                [linear.weight.shape[1]]
-            )  # set to |W| when the weights are loaded
+        with paddle.LazyGuard():  # no memory yet: it is set to |W| when the weights are loaded
+            self.lora_magnitude = self.create_parameter([linear.weight.shape[1]])
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] to [..., O]."""

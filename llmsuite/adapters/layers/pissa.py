@@ -25,7 +25,7 @@ class PissaLinear(LoraLinear):
 
     def __init__(self, linear: nn.Linear, config: AdapterConfig):
         super().__init__(linear, config)
-        with paddle.LazyGuard():
+        with paddle.LazyGuard():  # no memory yet: they are computed from W when the weights are loaded
             self.lora_A0 = self.create_parameter([linear.weight.shape[0], config.rank])
             self.lora_B0 = self.create_parameter([config.rank, linear.weight.shape[1]])
         self.lora_A0.stop_gradient = self.lora_B0.stop_gradient = True

@@ -6,7 +6,7 @@ ms-swift leaves out. They are chosen by name only: the rows look like those of o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from llmsuite.contract.specs import DataFormat
@@ -93,47 +93,35 @@ def _never(row: Mapping[str, Any]) -> bool:
     return False
 
 
-_ALPACA_COLUMNS = frozenset({"instruction", "input", "output", "history"})
-_QUERY_COLUMNS = frozenset({"query", "response", "history"})
+def _format(
+    name: str, convert: Callable[[Row], Any], data_set: str, columns: Sequence[str], *more_columns: str
+) -> DataFormat:
+    """Return the format for the rows of a data set.
+
+    Args:
+        name: value of `data.format`.
+        convert: converts a row.
+        data_set: name in ms-swift.
+        columns: shown in lists of formats.
+        more_columns: columns that a row may have besides these, and besides earlier turns.
+    """
+    return DataFormat(
+        name=name,
+        help=f"{', '.join(columns)}; as {data_set} in ms-swift, only by name",
+        kind="preference" if convert is emoji_pairs else "conversation",
+        matches=_never,
+        convert=convert,
+        columns=frozenset({*columns, *more_columns, "history"}),
+    )
+
+
+_ALPACA = ("instruction", "input", "output")
+_QUERY = ("query", "response")
+_PAIR = ("question", "answer_zh", "answer_en")
 FORMATS = [
-    DataFormat(
-        name="swift_alpaca_zh",
-        help="instruction, input, output; as alpaca-gpt4-data-zh in ms-swift, only by name",
-        kind="conversation",
-        matches=_never,
-        convert=alpaca_zh,
-        columns=_ALPACA_COLUMNS,
-    ),
-    DataFormat(
-        name="swift_long_alpaca",
-        help="instruction, input, output; as LongAlpaca-12k in ms-swift, only by name",
-        kind="conversation",
-        matches=_never,
-        convert=long_alpaca,
-        columns=_ALPACA_COLUMNS,
-    ),
-    DataFormat(
-        name="swift_self_cognition_qwen3",
-        help="query, response; as self-cognition:qwen3 in ms-swift, only by name",
-        kind="conversation",
-        matches=_never,
-        convert=self_cognition_qwen3,
-        columns=_QUERY_COLUMNS,
-    ),
-    DataFormat(
-        name="swift_self_cognition_empty_think",
-        help="query, response; as self-cognition:empty_think in ms-swift, only by name",
-        kind="conversation",
-        matches=_never,
-        convert=self_cognition_empty_think,
-        columns=_QUERY_COLUMNS,
-    ),
-    DataFormat(
-        name="swift_emoji_pairs",
-        help="question, answer_zh, answer_en; as shareAI-Llama3-DPO-zh-en-emoji in ms-swift, only by name",
-        kind="preference",
-        matches=_never,
-        convert=emoji_pairs,
-        columns=frozenset({*_QUESTIONS, "answer_zh", "answer_en", "history"}),
-    ),
+    _format("swift_alpaca_zh", alpaca_zh, "alpaca-gpt4-data-zh", _ALPACA),
+    _format("swift_long_alpaca", long_alpaca, "LongAlpaca-12k", _ALPACA),
+    _format("swift_self_cognition_qwen3", self_cognition_qwen3, "self-cognition:qwen3", _QUERY),
+    _format("swift_self_cognition_empty_think", self_cognition_empty_think, "self-cognition:empty_think", _QUERY),
+    _format("swift_emoji_pairs", emoji_pairs, "shareAI-Llama3-DPO-zh-en-emoji", _PAIR, *_QUESTIONS),
 ]

@@ -46,7 +46,7 @@ def complete(*lines: str, cwd: Path = ROOT) -> list[list[str]]:
     return [json.loads(line) for line in process.stdout.splitlines()]
 
 
-def test_commands(registry: Registry) -> None:
+def test_commands_are_completed(registry: Registry) -> None:
     every, some, shells = complete("llmsuite ", "llmsuite comp", "llmsuite completion f")
     assert {*registry.commands} <= {*every}
     assert (some, shells) == (["completion"], ["fish"])

@@ -69,7 +69,7 @@ def run(run_with_plugins: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
         ("layouts", "exporter"),
     ],
 )
-def test_list(run: Run, registry: Registry, what: str, kind: str) -> None:
+def test_a_list_has_a_row_for_each_name(run: Run, registry: Registry, what: str, kind: str) -> None:
     code, out, err = run("list", what)
     assert (code, err) == (0, "")
     rows = [line.split("  ") for line in out.splitlines()]

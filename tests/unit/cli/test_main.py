@@ -67,7 +67,7 @@ def test_command_is_required_and_known(run: Run, registry: Registry) -> None:
     )
 
 
-def test_validate(run: Run, write_recipe: Callable[..., Path]) -> None:
+def test_validate_prints_the_plan_in_a_line(run: Run, write_recipe: Callable[..., Path]) -> None:
     path = write_recipe({"launch.num_devices": 2})
     code, out, err = run("validate", path)
     assert (code, err) == (0, "")

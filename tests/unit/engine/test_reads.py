@@ -12,11 +12,10 @@ import pytest
 
 from llmsuite.devices.ops import Ops
 from llmsuite.engine.batch import Batch
-from llmsuite.engine.eager_engine import EagerEngine
+from llmsuite.engine.eager_engine import EagerEngine, train_step
 from llmsuite.engine.expert_balance import ExpertBalance
 from llmsuite.engine.passes import MicroBatchLoader, Passes
 from llmsuite.engine.rules import StepRules
-from llmsuite.engine.step import train_step
 from llmsuite.models.deepseek.config import SMOKE, DeepSeekConfig
 from llmsuite.models.deepseek.layers import DeepSeek
 from llmsuite.models.deepseek.shard_plan import PLAN
@@ -76,6 +75,16 @@ def test_the_number_of_reads_does_not_depend_on_the_number_of_metrics(
         for number in range(1, STEPS + 1):
             metrics = alone.step(number, [[1.0], [2.0, -0.5]], ManySums(num_sums), model, optimizer)
     assert len([name for name in metrics if name.startswith("sum")]) == num_sums
+    assert counts == {"read": 2 * STEPS, "all": 2 * STEPS}
+
+
+def test_8_bit_moments_are_updated_without_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = paddle.nn.Linear(64, 128, bias_attr=False)
+    train = dpo_case.train_section(optimizer="adamw_8bit", weight_decay=0.1, max_grad_norm=1.0)
+    optimizer = alone.optimizer(dict(model.named_parameters()), train, total_steps=STEPS)
+    with counted(monkeypatch) as counts:
+        for number in range(1, STEPS + 1):
+            alone.step(number, [[1.0], [2.0, -0.5]], ManySums(0), model, optimizer)
     assert counts == {"read": 2 * STEPS, "all": 2 * STEPS}
 
 

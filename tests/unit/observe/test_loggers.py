@@ -92,7 +92,7 @@ def use(name: str, run_dir: Path) -> None:
     logger.close()
 
 
-def test_tensorboard(calls: list[Any], tmp_path: Path) -> None:
+def test_tensorboard_gets_each_metric(calls: list[Any], tmp_path: Path) -> None:
     use("tensorboard", tmp_path)
     assert calls == [
         ("SummaryWriter", (str(tmp_path / "tensorboard"),), {}),

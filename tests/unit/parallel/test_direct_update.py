@@ -171,7 +171,7 @@ def test_gradients_are_divided_clipped_and_rounded_whether_they_are_read_or_not(
         squares = sum(np.square(g.astype("float64")).sum() for g in gradients(3).values())
         assert norm == pytest.approx(np.sqrt(squares) / weight, rel=1e-6)
         if reads:
-            for shard, gradient in made.finished:
+            for shard, gradient in made.final_gradients():
                 assert gradient.dtype == paddle.bfloat16
                 expected = rounded(gradients(3)[shard.name] * np.float32(1e-3 / norm / weight))
                 np.testing.assert_array_equal(wide(gradient), expected)

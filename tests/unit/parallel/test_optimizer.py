@@ -67,7 +67,7 @@ def numpy_adamw(train: TrainSection, optimizer: Optimizer, weight: float) -> Arr
 
 
 @pytest.mark.parametrize("weight", [1.0, 7.0])
-def test_sgd(weight: float) -> None:
+def test_sgd_equals_numpy(weight: float) -> None:
     train = section(optimizer="sgd")
     optimizer = alone.optimizer(parameters(initial()), train, NUM_STEPS)
     found = run(optimizer, range(1, NUM_STEPS + 1), weight)
@@ -86,7 +86,7 @@ def test_sgd(weight: float) -> None:
         {"adam_beta1": 0.0, "adam_beta2": 0.0},
     ],
 )
-def test_adamw(keys: dict[str, Any], weight: float) -> None:
+def test_adamw_equals_numpy(keys: dict[str, Any], weight: float) -> None:
     train = section(**keys)
     optimizer = alone.optimizer(parameters(initial()), train, NUM_STEPS)
     found = run(optimizer, range(1, NUM_STEPS + 1), weight)
@@ -144,7 +144,7 @@ def test_gradients_are_divided_once_and_clipped(max_norm: float | None) -> None:
     assert optimizer.finish_gradients(5.0) == pytest.approx(norm, rel=1e-6), "the norm is that before clipping"
     factor = 0.5 / norm if max_norm == 0.5 else 1.0
     for _ in range(2):  # and once only
-        found = {shard.name: gradient.numpy() for shard, gradient in optimizer.finished}
+        found = {shard.name: gradient.numpy() for shard, gradient in optimizer.final_gradients()}
         assert found.keys() == mean.keys(), "unused.weight has none"
         for name, expected in mean.items():
             np.testing.assert_allclose(found[name], factor * expected, rtol=1e-6, atol=1e-7)
@@ -160,7 +160,7 @@ def test_updates_by_a_kernel_take_gradients_that_are_not_clipped_yet(are_read: b
         backward(optimizer, gradients(step))
         optimizer.finish_gradients(5.0)
         if are_read and step == 2:
-            assert len(optimizer.finished) == len(SHAPES) - 1
+            assert len(optimizer.final_gradients()) == len(SHAPES) - 1
         optimizer.step(step)
     assert_close({name: parameter.numpy() for name, parameter in alone.parameters(optimizer).items()}, expected)
 

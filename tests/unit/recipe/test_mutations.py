@@ -189,7 +189,7 @@ def test_every_recipe_is_valid_as_it_is(
         assert accepts(annotation, json.loads(value_of(tree, key))), key
 
 
-def test_typo(tree: dict[str, Any], new: dict[Key, Any], check: Check) -> None:
+def test_a_typo_in_a_key_is_reported(tree: dict[str, Any], new: dict[Key, Any], check: Check) -> None:
     for key in new:
         name = key[-1]
         for typo in {f"{name}x", name[:-1], name[1:] + name[0], name.upper()} - {name, ""}:

@@ -28,6 +28,7 @@ from llmsuite.rl.completion import Completion
 from llmsuite.rl.episodes import Episodes, with_parts
 from llmsuite.rl.rewards import Rewards
 from llmsuite.rl.rollouts import RolloutPrompt
+from tests.support.sampled import sampled_positions
 from tests.support.toy_decoder import ToyDecoder
 
 LETTERS = "$abcdefghu"
@@ -178,7 +179,7 @@ def test_an_episode_does_not_depend_on_what_else_is_played(table: Table, batch_s
         request, _ = row(completion.group)
         expected = _alone(table.decoder, request, completion.number, completion.group, max_turns)
         assert list(completion.ids) == expected["ids"]
-        assert completion.sampled_positions == expected["own"]
+        assert sampled_positions(completion) == expected["own"]
         assert completion.episode_scores == {"score": expected["score"], "turns": len(completion.turns[::2])}
         assert completion.finish_reason == expected["finish_reason"]
         assert len(completion.logprobs) == completion.num_sampled == sum(completion.sampled_mask)

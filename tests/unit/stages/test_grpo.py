@@ -18,6 +18,7 @@ from llmsuite.stages import rl_losses
 from llmsuite.stages.grpo import Group, GrpoStage
 from tests.support.graphs import SLOW_ON_GPUS, gradient_nodes
 from tests.support.grpo_case import LENGTHS, advantages_of, groups, logps, model, stage
+from tests.support.sampled import sampled_positions
 
 
 def expected_loss(live: Llama, old: Sequence[np.ndarray], temperature: float, loss: str) -> float:
@@ -108,7 +109,7 @@ def _gradient_of_own_tokens(episodes: Sequence[Group], count: int) -> dict[str, 
                 logits = live(paddle.to_tensor([[*c.prompt_ids, *c.ids]]))[0]
                 next_logits = logits[len(c.prompt_ids) - 1 : -1]
                 found = paddle.nn.functional.log_softmax(next_logits)[list(range(len(c.ids))), list(c.ids)]
-                (-float(advantage) / count * sum(found[i] for i in c.sampled_positions)).backward()
+                (-float(advantage) / count * sum(found[i] for i in sampled_positions(c))).backward()
     return {name: p.grad.numpy() for name, p in live.named_parameters() if p.grad is not None}
 
 

@@ -23,6 +23,7 @@ from llmsuite.stages.grpo import Group
 from llmsuite.stages.ppo import PpoStage
 from tests.support.grpo_case import groups, rewards_of
 from tests.support.paths import DATA, ROOT
+from tests.support.sampled import sampled_positions
 
 RECIPE = ROOT / "recipes" / "llama" / "ppo.json"
 BETA = 0.05
@@ -121,7 +122,7 @@ def test_observations_take_no_part_in_advantages(registry: Registry) -> None:
     batch["values"] = made.values(critic, batch).numpy()
     length = batch["input_ids"].shape[1]
     before = [row * length + len(c.prompt_ids) - 1 for row, (c, _) in enumerate(flat)]
-    assert critic.places.tolist() == [begin + t for begin, (c, _) in zip(before, flat) for t in c.sampled_positions]
+    assert critic.places.tolist() == [begin + t for begin, (c, _) in zip(before, flat) for t in sampled_positions(c)]
     made.finish_rollout([batch], list)
     values = iter(joined([batch], "values"))
     reference = iter(joined([batch], "reference"))

@@ -131,7 +131,7 @@ def test_a_pass_over_a_mixture(lengths: list[int], weights: list[float]) -> None
 
 
 @given(num_documents=st.integers(0, 5000), parts=st.lists(st.integers(1, 1000), min_size=2, max_size=3))
-def test_split(num_documents: int, parts: list[int]) -> None:
+def test_split_bounds_follow_the_shares(num_documents: int, parts: list[int]) -> None:
     first, last = split_bounds(num_documents, ",".join(map(str, parts)))
     assert 0 <= first <= last <= num_documents
     assert abs(first - num_documents * parts[0] / sum(parts)) <= 0.5

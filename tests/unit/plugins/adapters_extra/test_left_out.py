@@ -36,7 +36,9 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 @pytest.mark.parametrize("method", [method.name for method in EXTRA])
-def test_recipe(method: str, write_recipe: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_with_such_a_method_is_refused(
+    method: str, write_recipe: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe = write_recipe({"lora": {"rank": 2, "method": method}})
     said = refused(capsys, "validate", str(recipe))
     assert f"lora.method: {LEFT_OUT.format(method)}\n" in said
@@ -82,7 +84,9 @@ FILES: Mapping[str, tuple[str, dict[str, Any], str, dict[str, tuple[int, ...]]]]
 
 @pytest.mark.parametrize("command", ["merge", "convert"])
 @pytest.mark.parametrize("method", FILES)
-def test_files(method: str, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_of_such_a_method_are_refused(
+    method: str, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     base_of("llama", tmp_path / "base")
     config_name, config, tensors_name, shapes = FILES[method]
     directory = tmp_path / "adapter"

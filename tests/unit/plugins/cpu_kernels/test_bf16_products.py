@@ -37,7 +37,7 @@ THREADS = {
 @pytest.mark.skipif(not can_be_built(PRODUCTS), reason="there is no compiler")
 @pytest.mark.parametrize("processor", [(), ("-march=x86-64-v4", "-mavx512bf16"), ("-march=x86-64",)], ids=str)
 @pytest.mark.parametrize("threads", THREADS)
-def test_products(processor: tuple[str, ...], threads: str) -> None:
+def test_products_equal_those_of_rounded_factors(processor: tuple[str, ...], threads: str) -> None:
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     if "-mavx512bf16" in processor and "avx512_bf16" not in next(x for x in lines if x.startswith("flags")).split():
         pytest.skip("it has no products of bfloat16")

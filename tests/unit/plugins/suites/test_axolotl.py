@@ -74,7 +74,7 @@ def test_whole_models(converted: Converted) -> None:
         ({"bf16": None}, "fp32"),
     ],
 )
-def test_precision(words: dict[str, Any], precision: str, converted: Converted) -> None:
+def test_flags_choose_the_precision(words: dict[str, Any], precision: str, converted: Converted) -> None:
     assert converted(ACTION, {**BARE, **words}).recipe["engine"]["precision"] == precision
 
 
@@ -102,7 +102,7 @@ def test_states_in_8_bits_without_masters(converted: Converted) -> None:
     assert (train["master_weights"], train["optimizer"]) == (False, "adamw_8bit")
 
 
-def test_data(converted: Converted) -> None:
+def test_data_sets_become_the_section_data(converted: Converted) -> None:
     def data(**values: Any) -> Any:
         return converted(ACTION, {**BARE, **values}).recipe["data"]
 
@@ -196,7 +196,7 @@ def test_special_tokens_that_the_tokenizer_has(converted: Converted) -> None:
         converted(ACTION, {**BARE, **llama})
 
 
-def test_adapters(converted: Converted) -> None:
+def test_adapters_become_the_section_lora(converted: Converted) -> None:
     def lora(**values: Any) -> Any:
         return converted(ACTION, {**BARE, **values}).recipe["lora"]
 
@@ -320,7 +320,7 @@ def test_paged_adamw_without_decay_is_adamw(converted: Converted) -> None:
         ({**BARE, "pretraining_dataset": [{"path": "a"}]}, "it trains on each text separately"),
     ],
 )
-def test_refused(values: dict[str, Any], message: str, converted: Converted) -> None:
+def test_what_has_no_counterpart_is_refused(values: dict[str, Any], message: str, converted: Converted) -> None:
     with pytest.raises(UserError, match=message):
         converted(ACTION, values)
 

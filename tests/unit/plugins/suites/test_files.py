@@ -32,7 +32,9 @@ def test_the_documentation_has_the_counts() -> None:
 
 
 @pytest.mark.parametrize("path", LISTS, ids=lambda path: path.stem)
-def test_files(path: Path, registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_the_suite_are_converted(
+    path: Path, registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = load(path)
     variable = f"LLMSUITE_{path.stem.upper()}"
     if variable not in os.environ:

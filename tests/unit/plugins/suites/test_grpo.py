@@ -54,7 +54,7 @@ def test_batches_of_prompts(converted: Converted) -> None:
     assert converted("from-swift", same).recipe["train"] == train
 
 
-def test_losses(converted: Converted) -> None:
+def test_losses_become_keys_of_grpo(converted: Converted) -> None:
     def own(**values: Any) -> Any:
         full = {"tuner_type": "full", "deepspeed": "zero2"}
         section = converted("from-swift", {**SWIFT, **full, "beta": 0, **values}).recipe["grpo"]
@@ -239,7 +239,7 @@ def test_order_of_prompts(converted: Converted) -> None:
     assert "disable_dropout = False: models are trained without" in str(refused.value)
 
 
-def test_evaluations(converted: Converted) -> None:
+def test_evaluations_become_keys_of_the_recipe(converted: Converted) -> None:
     """They sample as training does, and the best checkpoint has the highest reward."""
     held = {**TRL, "eval_strategy": "steps", "load_best_model_at_end": True}
     found = converted("from-trl", held, stage="grpo")

@@ -63,7 +63,7 @@ def test_pure_bf16(converted: Converted) -> None:
     assert "master_weights" not in converted(ACTION, {**SFT, "pure_bf16": False}).recipe["train"]
 
 
-def test_dpo(converted: Converted) -> None:
+def test_dpo_becomes_a_recipe(converted: Converted) -> None:
     assert converted(ACTION, DPO).recipe["dpo"] == {"beta": 0.2, "loss": "sigmoid"}
     assert converted(ACTION, {**DPO, "pref_loss": "ipo"}).recipe["dpo"]["loss"] == "ipo_mean"  # it divides by tokens
     simpo = converted(ACTION, {**DPO, "pref_loss": "simpo"}).recipe["dpo"]
@@ -73,7 +73,7 @@ def test_dpo(converted: Converted) -> None:
     assert (kto["stage"], kto["kto"]) == ("kto", {"beta": 0.1, "desirable_weight": 1.5})
 
 
-def test_adapters(converted: Converted) -> None:
+def test_adapters_become_the_section_lora(converted: Converted) -> None:
     def lora(**values: Any) -> Any:
         return converted(ACTION, {**SFT, **values}).recipe["lora"]
 
@@ -109,7 +109,7 @@ def test_strategy_and_schedule(converted: Converted) -> None:
         assert converted(ACTION, {**SFT, "ray_num_workers": number}).recipe["launch"] == {"num_devices": devices}
 
 
-def test_evaluation(converted: Converted) -> None:
+def test_evaluation_follows_the_arguments(converted: Converted) -> None:
     given = {**SFT, "eval_dataset": "held", "eval_strategy": "steps", "eval_steps": 20, "load_best_model_at_end": True}
     recipe = converted(ACTION, given).recipe
     assert (recipe["data"]["eval"], recipe["train"]["eval_steps"]) == ("data/held.json", 20)
@@ -138,7 +138,7 @@ def test_the_default_system_turn(converted: Converted) -> None:
     assert ("default_system", "", "the template has no system turn of its own") in empty.left_out
 
 
-def test_revisions(converted: Converted) -> None:
+def test_revisions_become_parts_of_names(converted: Converted) -> None:
     assert converted(ACTION, {**SFT, "model_revision": "v1"}).recipe["model"]["weights"] == "Qwen/Qwen3-8B@v1"
     usual = converted(ACTION, {**SFT, "model_revision": "main"})
     assert usual.recipe["model"]["weights"] == "Qwen/Qwen3-8B"
@@ -279,7 +279,9 @@ def test_the_loss_dft(converted: Converted) -> None:
     assert "loss" not in converted(ACTION, {**SFT, "use_dft_loss": False}).recipe["sft"]
 
 
-def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_writes_a_recipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "x.yaml"
     lines = [f"{key}: {'' if value is None else str(value)}" for key, value in SFT.items()]

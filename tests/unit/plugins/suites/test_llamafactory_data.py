@@ -63,7 +63,7 @@ def data(converted: Converted, tmp_path: Path) -> Any:
     return make
 
 
-def test_columns(data: Any) -> None:
+def test_columns_are_those_that_the_suite_reads(data: Any) -> None:
     """Exactly those that LLaMA-Factory reads: a column "history" or "system" that it has no word for says nothing."""
     assert data("plain") == {"train": "data/rows.jsonl", "columns": ALPACA}
     named = {"instruction": "question", "output": "answer", "system": "role"}
@@ -137,7 +137,7 @@ def test_lines_of_a_text_are_documents(converted: Converted, data: Any) -> None:
         ("roles", DPO, "role/content that are not lists"),
     ],
 )
-def test_refused(name: str, base: dict[str, Any], message: str, data: Any) -> None:
+def test_what_has_no_counterpart_is_refused(name: str, base: dict[str, Any], message: str, data: Any) -> None:
     with pytest.raises(UserError, match=message):
         data(name, base)
 

@@ -14,7 +14,7 @@ ACTION = "from-paddleformers"
 OLD = {key: value for key, value in BARE.items() if key != "stage"}
 
 
-def test_sft(converted: Converted) -> None:
+def test_sft_becomes_a_recipe(converted: Converted) -> None:
     found = converted(ACTION, SFT, num_devices=8)
     assert found.recipe == {
         "stage": "sft", "source": "PaddleFormers x.yaml",
@@ -58,7 +58,7 @@ def test_files_from_before_there_was_a_stage(converted: Converted) -> None:
     assert converted(ACTION, OLD, stage="lora").recipe["lora"] == {"rank": 8, "alpha": 16.0}
 
 
-def test_adapters(converted: Converted) -> None:
+def test_adapters_become_the_section_lora(converted: Converted) -> None:
     def lora(**values: Any) -> Any:
         return converted(ACTION, {**BARE, **values}).recipe["lora"]
 
@@ -139,6 +139,6 @@ def test_arguments_for_experts(converted: Converted) -> None:
         ({**SFT, "learning_rat": 1}, "learning_rat = 1: is not known"),
     ],
 )
-def test_refused(values: dict[str, Any], message: str, converted: Converted) -> None:
+def test_what_has_no_counterpart_is_refused(values: dict[str, Any], message: str, converted: Converted) -> None:
     with pytest.raises(UserError, match=message):
         converted(ACTION, values)

@@ -43,7 +43,7 @@ def score(make: Callable[..., Any], text: str, solution: Any = None, section: An
         (trl_accuracy, HALF, "no number", 0.0),
     ],
 )
-def test_accuracy(make: Callable[..., Any], text: str, solution: str, expected: float) -> None:
+def test_accuracy_scores_a_completion(make: Callable[..., Any], text: str, solution: str, expected: float) -> None:
     assert score(make, text, solution, SolutionSection()) == expected
 
 
@@ -88,7 +88,7 @@ def test_a_row_without_a_solution_has_no_reward() -> None:
         (trl_think_format, "<think>a", 0.0),
     ],
 )
-def test_formats(make: Callable[..., Any], text: str, expected: float) -> None:
+def test_formats_score_the_form_of_completions(make: Callable[..., Any], text: str, expected: float) -> None:
     assert score(make, text) == expected
 
 

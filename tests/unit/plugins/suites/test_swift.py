@@ -76,7 +76,7 @@ def test_masters_of_full_models(converted: Converted) -> None:
         assert "master_weights" not in train(**words), words
 
 
-def test_data(converted: Converted) -> None:
+def test_data_sets_become_the_section_data(converted: Converted) -> None:
     def data(**values: Any) -> Any:
         return converted(ACTION, {**BARE, **values}).recipe["data"]
 
@@ -204,7 +204,7 @@ def test_losses_on_chosen_answers(values: dict[str, Any], section: dict[str, Any
     assert converted(ACTION, {**RLHF, **values}).recipe["dpo"] == section
 
 
-def test_evaluation(converted: Converted) -> None:
+def test_evaluation_follows_the_arguments(converted: Converted) -> None:
     """It follows the checkpoints."""
     held = {**BARE, "val_dataset": "held.jsonl"}
     recipe = converted(ACTION, {**held, "save_steps": 30}).recipe
@@ -358,12 +358,12 @@ def test_adapters_and_losses(converted: Converted) -> None:
         ({**BARE, "command": "swift pt"}, "swift pt trains on each text separately"),
     ],
 )
-def test_refused(values: dict[str, Any], message: str, converted: Converted) -> None:
+def test_what_has_no_counterpart_is_refused(values: dict[str, Any], message: str, converted: Converted) -> None:
     with pytest.raises(UserError, match=message):
         converted(ACTION, values)
 
 
-def test_scripts(tmp_path: Path) -> None:
+def test_a_script_is_read_as_its_arguments(tmp_path: Path) -> None:
     path = tmp_path / "x.sh"
     path.write_text(SCRIPT)
     assert read_shell(path) == {
@@ -386,7 +386,9 @@ def test_scripts(tmp_path: Path) -> None:
             read_shell(path)
 
 
-def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_writes_a_recipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "x.sh"
     path.write_text(SCRIPT.replace("--system 'Be brief\nand kind.'", ""))
@@ -439,7 +441,7 @@ def test_base_models_of_qwen_have_the_template_of_instruct(converted: Converted)
     assert "chat_template" not in converted(ACTION, BARE).recipe["data"]
 
 
-def test_revisions(converted: Converted) -> None:
+def test_revisions_become_parts_of_names(converted: Converted) -> None:
     """A branch that a hub has by default is none."""
     named = converted(ACTION, {**BARE, "model_revision": "v1"})
     assert named.recipe["model"]["weights"] == "ms:Qwen/Qwen2.5-7B-Instruct@v1"

@@ -84,7 +84,7 @@ def test_context_parallelism_changes_no_batch(converted: Converted) -> None:
     assert ("context_parallel_size", 2) in [(key, value) for key, value, _ in found.left_out]
 
 
-def test_preferences(converted: Converted) -> None:
+def test_preference_losses_become_a_stage_and_its_section(converted: Converted) -> None:
     dpo = converted(ACTION, {**MEGATRON_DPO, "beta": 0.2, "label_smoothing": 0.1}).recipe
     assert (dpo["stage"], dpo["dpo"]) == ("dpo", {"beta": 0.2, "loss": "sigmoid", "label_smoothing": 0.1})
     kto = converted(ACTION, {**MEGATRON_DPO, "rlhf_type": "kto", "desirable_weight": 1.5}).recipe
@@ -123,7 +123,7 @@ def test_other_jobs_are_refused(values: dict[str, Any], message: str, converted:
     assert message in str(refused.value)
 
 
-def test_scripts(tmp_path: Path, converted: Converted) -> None:
+def test_a_script_is_read_as_its_arguments(tmp_path: Path, converted: Converted) -> None:
     file = tmp_path / "train.sh"
     file.write_text(
         "NPROC_PER_NODE=4 megatron sft --model Qwen/Qwen2.5-7B-Instruct --dataset rows.jsonl --max_length 512 \\\n"

@@ -44,7 +44,7 @@ def test_the_name_of_the_file_determines_the_command(converted: Converted) -> No
         converted(ACTION, SFT)
 
 
-def test_adapters(converted: Converted) -> None:
+def test_adapters_become_the_section_lora(converted: Converted) -> None:
     """Rank 16, alpha 32, dropout 0.05, on queries and values: PEFT's default for these models."""
     recipe = converted(ACTION, ADAPTERS, stage="sft").recipe
     assert recipe["stage"] == "lora"
@@ -60,7 +60,7 @@ def test_adapters(converted: Converted) -> None:
     assert lora(lora_r=8, use_rslora=True, use_dora=True)["method"] == "dora"
 
 
-def test_preferences(converted: Converted) -> None:
+def test_preference_losses_become_a_stage_and_its_section(converted: Converted) -> None:
     assert converted(ACTION, BARE, stage="dpo").recipe["dpo"] == {"beta": 0.1, "loss": "sigmoid"}
     ipo = {**BARE, "loss_type": ["ipo"], "beta": 0.2}
     assert converted(ACTION, ipo, stage="dpo").recipe["dpo"] == {"beta": 0.2, "loss": "ipo_mean"}
@@ -72,7 +72,7 @@ def test_preferences(converted: Converted) -> None:
     assert (recipe["rm"], recipe["lora"]["rank"]) == ({"center_rewards": 0.01}, 16)
 
 
-def test_data(converted: Converted, tmp_path: Path) -> None:
+def test_data_sets_become_the_section_data(converted: Converted, tmp_path: Path) -> None:
     def data(**values: Any) -> Any:
         return converted(ACTION, {**SFT, **values}, stage="sft").recipe["data"]
 
@@ -110,7 +110,7 @@ def test_parameters_in_16_bits(converted: Converted) -> None:
     assert "master_weights" not in adapters
 
 
-def test_strategy(converted: Converted) -> None:
+def test_a_strategy_becomes_degrees(converted: Converted) -> None:
     recipe = converted(ACTION, {**SFT, "accelerate_config": "zero3", "num_processes": 4}, stage="sft").recipe
     assert (recipe["parallel"], recipe["launch"]) == ({"sharding": "stage3"}, {"num_devices": 4})
     assert recipe["train"]["global_batch_size"] == 32
@@ -163,6 +163,8 @@ def test_strategy(converted: Converted) -> None:
         ({"model_name_or_path": "Qwen/Qwen2.5-0.5B"}, "dpo", "has no dataset_name and no datasets"),
     ],
 )
-def test_refused(values: dict[str, Any], stage: str, message: str, converted: Converted) -> None:
+def test_what_has_no_counterpart_is_refused(
+    values: dict[str, Any], stage: str, message: str, converted: Converted
+) -> None:
     with pytest.raises(UserError, match=message):
         converted(ACTION, values, stage=stage)

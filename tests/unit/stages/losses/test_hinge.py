@@ -4,7 +4,7 @@ from llmsuite.stages.preference_losses import hinge
 from tests.support.by_hand import check, slopes
 
 
-def test_values() -> None:
+def test_losses_equal_those_by_hand() -> None:
     check(hinge, [(0,), (0.25,), (1,), (2,), (-1.5,)], [1, 0.75, 0, 0, 2.5])
 
 

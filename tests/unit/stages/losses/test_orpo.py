@@ -17,12 +17,12 @@ CASES = [
 ]
 
 
-def test_values() -> None:
+def test_losses_equal_those_by_hand() -> None:
     places = [(math.log(chosen), math.log(rejected)) for chosen, rejected, _ in CASES]
     check(odds_ratio, places, [loss for *_, loss in CASES])
 
 
-def test_slopes() -> None:
+def test_gradients_equal_those_by_hand() -> None:
     # d log odds / d log p = 1 / (1 - p): at 0.8 and 0.5 that is 5 and 2, times s(-ln 4) = 0.2
     assert slopes(odds_ratio, math.log(0.8), math.log(0.5)) == near(-1, 0.4)
 

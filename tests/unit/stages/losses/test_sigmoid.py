@@ -11,7 +11,7 @@ from llmsuite.stages.preference_losses import sigmoid
 from tests.support.by_hand import check, near, slopes
 
 
-def test_values() -> None:
+def test_losses_equal_those_by_hand() -> None:
     # ln(1 + e^-m): at 0 it is ln 2
     check(sigmoid, [(0,), (1,), (-1,), (2,), (-4,)], [0.6931472, 0.3132617, 1.3132617, 0.1269280, 4.0181499])
 
@@ -22,7 +22,7 @@ def test_smoothed_values() -> None:
     check(smoothed, [(0,), (1,), (-1,), (2,)], [0.6931472, 0.4132617, 1.2132617, 0.3269280])
 
 
-def test_slopes() -> None:
+def test_gradients_equal_those_by_hand() -> None:
     # it pushes the margin up everywhere, by s(-m)
     assert [*slopes(sigmoid, 0), *slopes(sigmoid, 2), *slopes(sigmoid, -2)] == near(-0.5, -0.1192029, -0.8807971)
     # with smoothing it stops at m = ln((1 - e) / e), and turns round after it

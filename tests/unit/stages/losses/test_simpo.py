@@ -8,7 +8,7 @@ from tests.support.by_hand import check, near, slopes
 PLACES = [(-1, -1), (-0.5, -1.5), (-2, -1)]
 
 
-def test_values() -> None:
+def test_losses_equal_those_by_hand() -> None:
     # beta 2, gamma 1/2: ln(1 + e^-m) of m = -0.5, 1.5, -2.5
     check(partial(simpo, beta=2, gamma=0.5), PLACES, [0.9740770, 0.2014133, 2.5788897])
 
@@ -22,6 +22,6 @@ def test_smoothed_values() -> None:
     check(partial(simpo, beta=2, gamma=0.5, smoothing=0.1), PLACES[1:2], [0.3514133])
 
 
-def test_slopes() -> None:
+def test_gradients_equal_those_by_hand() -> None:
     # beta s(-m), up and down: at m = 1.5 that is 2 x 0.1824255
     assert slopes(partial(simpo, beta=2, gamma=0.5), -0.5, -1.5) == near(-0.3648510, 0.3648510)

@@ -16,7 +16,7 @@ from llmsuite.recipe.write import recipe_text
 from tests.support.paddlenlp_arguments import DPO, LORA, PRETRAIN, SFT, Convert
 
 
-def test_pretrain(converted: Convert) -> None:
+def test_pretrain_becomes_a_recipe(converted: Convert) -> None:
     recipe = converted(PRETRAIN).recipe
     assert recipe["stage"] == "pretrain"
     assert recipe["model"] == {
@@ -79,7 +79,7 @@ def test_fused_matrices_are_fused_projections_where_that_changes_something(conve
         assert any(note.startswith("parallel.fuse_projections") for note in found.notes) is fuses
 
 
-def test_sft(converted: Convert) -> None:
+def test_sft_becomes_a_recipe(converted: Convert) -> None:
     found = converted(SFT)
     recipe = found.recipe
     left = {key: why for key, _, why in found.left_out}
@@ -217,7 +217,7 @@ def test_defaults_of_the_scripts(converted: Convert) -> None:
     assert longer["model"]["config"]["max_position_embeddings"] == 4096
 
 
-def test_strategy(converted: Convert) -> None:
+def test_a_strategy_becomes_degrees(converted: Convert) -> None:
     names = {"pipeline_schedule_mode": "FThenB", "sharding_offload": True, "enable_auto_parallel": 1}
     found = converted({**PRETRAIN, **names, "data_parallel_degree": 4})
     assert found.recipe["parallel"]["pipeline_schedule"] == "FThenB"
@@ -228,7 +228,7 @@ def test_strategy(converted: Convert) -> None:
     assert not {"pipeline_schedule_mode", "sharding_offload", "data_parallel_degree"} & left.keys()
 
 
-def test_packs(converted: Convert) -> None:
+def test_packing_becomes_a_key(converted: Convert) -> None:
     """A sample of theirs is a pack with zero_padding, which flash_mask sets, and always for preferences."""
     plain = {**SFT, "zero_padding": False}
     assert "packing" not in converted(plain).recipe["data"]

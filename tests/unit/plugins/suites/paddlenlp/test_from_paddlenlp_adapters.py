@@ -23,7 +23,7 @@ def test_prefix_tuning(converted: Convert) -> None:
     assert ("num_prefix_tokens", 16, "belongs to prefix_tuning") in plain.left_out
 
 
-def test_lora(converted: Convert) -> None:
+def test_lora_becomes_a_recipe(converted: Convert) -> None:
     recipe = converted(LORA).recipe
     assert recipe["stage"] == "lora"
     assert recipe["lora"] == {"rank": 16, "alpha": 32.0}

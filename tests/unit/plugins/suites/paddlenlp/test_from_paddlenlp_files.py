@@ -32,7 +32,7 @@ from tests.support.paddlenlp_arguments import SFT, Convert
         ("gpt2-medium-en", "gpt"),
     ],
 )
-def test_family(name: str, family: str, registry: Registry) -> None:
+def test_the_family_follows_the_model(name: str, family: str, registry: Registry) -> None:
     assert family_of(name, registry).name == family
 
 
@@ -51,7 +51,7 @@ python -u -m paddle.distributed.launch --xpus "0,1,2,3" --nnodes 2 --log_dir "ou
 """
 
 
-def test_shell(converted: Convert, registry: Registry, tmp_path: Path) -> None:
+def test_a_shell_script_is_read_as_its_arguments(converted: Convert, registry: Registry, tmp_path: Path) -> None:
     path = tmp_path / "run.sh"
     path.write_text(SHELL)
     arguments = read_arguments(path)
@@ -87,7 +87,9 @@ def test_files_that_are_none(text: str, message: str, tmp_path: Path) -> None:
         read_arguments(tmp_path / "absent")
 
 
-def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_writes_a_recipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(ALLOW_LIST, "")  # what is installed here plays no part
     path = tmp_path / "sft_argument.json"
     target = tmp_path / "made" / "sft.json"

@@ -59,7 +59,7 @@ def test_the_documentation_has_the_counts() -> None:
 
 
 @pytest.mark.skipif(VARIABLE not in os.environ, reason=f"{VARIABLE} names no checkout of PaddleNLP")
-def test_files(registry: Registry, tmp_path: Path) -> None:
+def test_files_of_the_suite_are_converted(registry: Registry, tmp_path: Path) -> None:
     root = Path(os.environ[VARIABLE])
     found = {str(p.relative_to(root)) for part in ("config", "auto_parallel") for p in (root / part).rglob("*.json")}
     assert found == set(FILES)
