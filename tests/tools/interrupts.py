@@ -249,6 +249,8 @@ def _write_corpus(directory: Path) -> None:
 def main(moments: int, seed: int, only: str | None = None) -> int:
     """Report each moment; returns how many went wrong."""
     bad = 0
+    # a job in the background ignores Ctrl-C, and so would all that it starts
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as directory:
         series = Interrupts(Path(directory), seed)
         for number in range(1, moments + 1):
