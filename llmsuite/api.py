@@ -10,7 +10,6 @@ import dataclasses
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import types
@@ -26,6 +25,7 @@ from llmsuite.base.files import read_json_object
 from llmsuite.base.locks import scratch_directory
 from llmsuite.base.python_files import code_allowed
 from llmsuite.base.suggestions import suggestion
+from llmsuite.base.supervisor import SupervisedProcess
 from llmsuite.checkpoint.directory import find_latest
 from llmsuite.cli import run as run_command
 from llmsuite.contract.given import add_files, load_file, plugin_files, plugin_from_specs
@@ -56,6 +56,8 @@ Plugin = str | Path | Spec | Any
 _TAIL_LINES = 20
 _MAX_LINE_CHARS = 1 << 16
 """Characters of a line that are passed on together."""
+_SAVE_SECONDS = 600.0
+"""Time for a run to end its step and save a checkpoint, when the program that has started it has died."""
 _KILLING_INTERRUPT = 3
 """Number of the interrupt that kills the process of a run."""
 
@@ -336,7 +338,9 @@ def _recipe_file(recipe: RecipeLike) -> Iterator[Path]:
 
 def _run_ranks(args: Sequence[str], plugins: Sequence[Plugin]) -> tuple[int, str]:
     """Start `llmsuite run` in a new process, as this one has threads and its own imported modules, and print its
-    output. Returns its exit code and the end of its output."""
+    output. Returns its exit code and the end of its output.
+
+    The run is stopped, with a checkpoint, when this process dies: a notebook's kernel is killed by a click."""
     files = [plugin for plugin in plugins if isinstance(plugin, (str, Path))]
     in_process = [plugin for plugin in plugins if not isinstance(plugin, (str, Path))]
     if in_process:
@@ -347,26 +351,30 @@ def _run_ranks(args: Sequence[str], plugins: Sequence[Plugin]) -> tuple[int, str
         )
     last_lines: list[str] = []
     with _Interrupts() as interrupts:
-        with plugin_files(files):
-            process = subprocess.Popen(
-                [sys.executable, "-m", "llmsuite", "run", *args],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
-                start_new_session=True,  # Ctrl-C reaches it only from here, so it gets one signal
-            )
-        interrupts.forward_to(process)
-        assert process.stdout is not None
-        try:
-            while line := process.stdout.readline(_MAX_LINE_CHARS):
-                print(line, end="", flush=True)
-                last_lines = [*last_lines, line][-_TAIL_LINES:]
-            return process.wait(), "".join(last_lines).strip()
-        finally:
-            process.stdout.close()
-            if process.poll() is None:
-                process.kill()  # its ranks end with it
+        read_end, write_end = os.pipe()
+        with open(read_end, encoding="utf-8", errors="replace") as printed:
+            try:
+                with plugin_files(files):
+                    process = SupervisedProcess(
+                        [sys.executable, "-m", "llmsuite", "run", *args],
+                        output=write_end,
+                        grace_seconds=_SAVE_SECONDS,
+                        environment={**os.environ, "PYTHONUNBUFFERED": "1"},
+                    )
+            finally:
+                os.close(write_end)
+            try:
+                interrupts.forward_to(process)
+                while line := printed.readline(_MAX_LINE_CHARS):
+                    print(line, end="", flush=True)
+                    last_lines = [*last_lines, line][-_TAIL_LINES:]
+                code = process.wait(float("inf"))
+                assert code is not None
+                return code, "".join(last_lines).strip()
+            finally:
+                if process.poll() is None:
+                    process.kill()
+                process.end()
 
 
 class _Interrupts:
@@ -379,7 +387,7 @@ class _Interrupts:
 
     def __init__(self) -> None:
         """Begin with no process."""
-        self._process: subprocess.Popen[str] | None = None
+        self._process: SupervisedProcess | None = None
         self._pending: list[int] = []
         self._count = 0
         self._before: Any = None
@@ -393,7 +401,7 @@ class _Interrupts:
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
 
-    def forward_to(self, process: subprocess.Popen[str]) -> None:
+    def forward_to(self, process: SupervisedProcess) -> None:
         """Forward interrupts to a process, those that have come before included."""
         self._process = process
         self._send()
@@ -404,6 +412,9 @@ class _Interrupts:
 
     def _send(self) -> None:
         while self._process is not None and self._pending:
-            number = self._pending.pop()
+            self._pending.pop()
             self._count += 1
-            self._process.send_signal(number if self._count < _KILLING_INTERRUPT else signal.SIGKILL)
+            if self._count < _KILLING_INTERRUPT:
+                self._process.interrupt()
+            else:
+                self._process.kill()

@@ -59,28 +59,76 @@ def temporary_path(final: Path) -> Path:
 
 
 @contextlib.contextmanager
-def committed_directory(
-    final: Path, manifest: dict[str, Any] | None = None, is_created: bool = False
-) -> Iterator[Path]:
+def committed_directory(final: Path, manifest: dict[str, Any] | None = None) -> Iterator[Path]:
     """A temporary directory that becomes `final` when the block succeeds, and is removed when it fails.
 
     A directory already at `final` is replaced. `manifest` is written into it last, with the size and sha256 of
-    every file under "files" (the format of `ranges_of`); entries that the block has set are not computed again. With
-    `is_created` the caller has called `create_temporary`.
+    every file under "files" (the format of `ranges_of`); entries that the block has set are not computed again.
 
     Raises:
-        UserError: the disk is full, or the directory cannot be written.
+        UserError: the disk is full, the directory cannot be written, or the temporary directory is not llmsuite's.
     """
+    temporary = temporary_path(final)
+    with claimed_directory(temporary, final):
+        try:
+            with os_errors(final) as outcome:
+                remove_content(temporary)
+                yield temporary
+                _commit(temporary, final, manifest or {}, outcome)
+        finally:
+            with contextlib.suppress(OSError):
+                remove_path(temporary)
+
+
+@contextlib.contextmanager
+def committed_checkpoint(final: Path, manifest: dict[str, Any], is_created: bool) -> Iterator[Path]:
+    """A variant of `committed_directory` for a directory whose neighbours are all of one run: what is in the way of
+    the temporary directory is deleted. With `is_created` the caller has called `create_temporary`."""
     temporary = temporary_path(final)
     try:
         with os_errors(final) as outcome:
             if not is_created:
                 create_temporary(final)
             yield temporary
-            _commit(temporary, final, manifest or {}, outcome)
+            _commit(temporary, final, manifest, outcome)
     finally:
         with contextlib.suppress(OSError):
             remove_path(temporary)
+
+
+@contextlib.contextmanager
+def claimed_directory(unfinished: Path, final: Path) -> Iterator[None]:
+    """Context in which only this process writes into the unfinished directory of an output, which is made if needed.
+
+    Its lock marks it as ours, until it is renamed to `final`: users give directories names such as `model.tmp` too, and
+    these must not be deleted because an output is called `model`.
+
+    Raises:
+        UserError: another process writes there, or a directory or file of that name is not llmsuite's.
+    """
+    if os.path.lexists(unfinished) and not _is_unfinished(unfinished):
+        raise UserError(
+            f"{unfinished}: is in the way, and nothing that llmsuite has left; move it, or choose another output than "
+            f"{final}"
+        )
+    with lock_directory(unfinished):
+        yield
+        with contextlib.suppress(OSError):  # it is no longer needed, and does no harm
+            (final / LOCK).unlink(missing_ok=True)
+
+
+def _is_unfinished(path: Path) -> bool:
+    """True for a directory that is locked or was, or that is empty: a process that died had no time to lock it."""
+    if path.is_symlink() or not is_dir(path):
+        return False
+    return is_file(path / LOCK) or next(path.iterdir(), None) is None
+
+
+def remove_content(directory: Path) -> None:
+    """Delete all that is in a claimed directory but its lock. Raises OSError."""
+    for path in directory.iterdir():
+        if path.name != LOCK:
+            remove_path(path)
 
 
 @contextlib.contextmanager
@@ -93,19 +141,16 @@ def resumable_directory(final: Path, content: str, manifest: dict[str, Any]) -> 
         manifest: written last, with the files added.
 
     Raises:
-        UserError: as `committed_directory`, or another process is writing there.
+        UserError: as `committed_directory`.
     """
     temporary = final.with_name(final.name + ".part")
     marker = temporary / ".content"
-    with lock_directory(temporary), os_errors(final, f"what is done stays in {temporary}") as outcome:
+    with claimed_directory(temporary, final), os_errors(final, f"what is done stays in {temporary}") as outcome:
         if not is_file(marker) or marker.read_text() != content:
-            for path in temporary.iterdir():
-                if path.name != LOCK:
-                    remove_path(path)
+            remove_content(temporary)
             write_text_atomic(marker, content)
         yield temporary
         marker.unlink()
-        (temporary / LOCK).unlink()
         _commit(temporary, final, manifest, outcome)
 
 
@@ -127,9 +172,10 @@ def _commit(temporary: Path, final: Path, manifest: dict[str, Any], outcome: lis
 
 
 def flush_files(directory: Path, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Flush every file of a directory to disk. Returns their manifest entries; files in `known` are not hashed."""
+    """Flush every file of a directory to disk, but its lock. Returns their manifest entries; files in `known` are not
+    hashed."""
     files = {}
-    for path in sorted(p for p in directory.rglob("*") if is_file(p)):
+    for path in sorted(p for p in directory.rglob("*") if is_file(p) and p != directory / LOCK):
         fsync(path)
         name = path.relative_to(directory).as_posix()
         files[name] = known.get(name) or {"size": path.stat().st_size, "sha256": sha256_of(path)}
@@ -139,14 +185,16 @@ def flush_files(directory: Path, known: Mapping[str, Any]) -> dict[str, Any]:
 def publish(temporary: Path, final: Path, outcome: list[str]) -> None:
     """Rename a directory, whose files are flushed to disk, to its final name. `outcome` is the list of `os_errors`."""
     fsync(temporary)
-    if exists(final):
+    replaces = exists(final)
+    if replaces:
         _replace(final, temporary)
     else:
         temporary.rename(final)
     outcome.append("it is complete, but may not survive a power failure")
     fsync(final.parent)
-    with contextlib.suppress(OSError):
-        remove_path(_backup_path(final))
+    if replaces:  # else a directory of that name is the user's
+        with contextlib.suppress(OSError):
+            remove_path(_backup_path(final))
 
 
 def _replace(final: Path, temporary: Path) -> None:

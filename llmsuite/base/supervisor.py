@@ -31,6 +31,10 @@ _ENDING_SECONDS = 5.0
 _CHUNK = 1 << 16
 _MEMORY_POLL_SECONDS = 0.5
 """Between two measurements of the memory of all descendants, where that has a limit."""
+_KILL = signal.SIGUSR1
+"""Signal to the supervisor that stands for SIGKILL to its command."""
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, _KILL)
+"""Signals to the supervisor that are for its command."""
 _EXCEEDED_MEMORY = b"M"
 """Message of the supervisor to the process that started it, before it kills a command that takes too much memory."""
 
@@ -75,6 +79,8 @@ class SupervisedProcess:
         limits = [-1 if limit is None else limit for limit in (max_output_bytes, max_memory_bytes)]
         words = [str(word) for word in (life_read, news_write, *limits, grace_seconds)]
         self._grace = grace_seconds
+        # a signal that comes before the supervisor can forward it waits until then
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", __file__, *words, *command],
@@ -88,10 +94,16 @@ class SupervisedProcess:
         except BaseException:
             os.close(self._life)
             os.close(self._news_read)
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             raise
         finally:
             os.close(life_read)
             os.close(news_write)
+        try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        except BaseException:  # an interrupt that waited: nobody would know of this process
+            self.end()
+            raise
 
     @property
     def stdout(self) -> IO[bytes] | None:
@@ -120,6 +132,14 @@ class SupervisedProcess:
     def terminate(self) -> None:
         """Send SIGTERM to the command."""
         self._process.terminate()
+
+    def interrupt(self) -> None:
+        """Send SIGINT to the command."""
+        self._process.send_signal(signal.SIGINT)
+
+    def kill(self) -> None:
+        """Send SIGKILL to the command; what it has started is killed behind it."""
+        self._process.send_signal(_KILL)
 
     def end(self) -> None:
         """End the command and all that it has started, and wait until they have ended."""
@@ -173,10 +193,12 @@ class _Supervisor:
         os.set_blocking(self._wakes[1], False)
         signal.set_wakeup_fd(self._wakes[1])
         signal.signal(signal.SIGCHLD, lambda number, frame: None)  # a handler makes Python write to the pipe
-        signal.signal(signal.SIGTERM, self._forward)
+        for number in _FORWARDED:
+            signal.signal(number, self._forward)
         self._command_pid = os.fork()
         if not self._command_pid:
             self._exec_command()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
         if self._printed is not None:
             os.close(self._printed[1])
         self._close_others()
@@ -201,8 +223,9 @@ class _Supervisor:
         try:
             die_with_parent()  # a supervisor that is killed cannot kill the command
             signal.set_wakeup_fd(-1)
-            for number in (signal.SIGCHLD, signal.SIGTERM):
+            for number in (signal.SIGCHLD, *_FORWARDED):
                 signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
             os.close(self._life)
             os.close(self._says)
             if self._printed is not None:
@@ -217,7 +240,7 @@ class _Supervisor:
     def _forward(self, number: int, frame: FrameType | None) -> None:
         if self._command_pid:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._command_pid, number)
+                os.kill(self._command_pid, signal.SIGKILL if number == _KILL else number)
 
     def _wait(self) -> int:
         """Wait until the command has ended, or is killed since the process that started it has ended."""

@@ -141,7 +141,7 @@ def base_path(directory: Path) -> Path:
     if name is not None:
         found = cached(name, Want.MODEL)
     if found is None:
-        raise UserError(f"{directory}: the model of its adapters, {named}, is not there; {NAME_BASE}")
+        raise UserError(f"{directory}: the model of its adapters, {named[:300]}, is not there; {NAME_BASE}")
     return found.directory
 
 

@@ -5,9 +5,10 @@ Inside llmsuite a parameter has HF's name, and a linear weight is [inputs, outpu
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,12 +36,16 @@ Load = Literal["exact", "known", "any"]
 """Strictness of loading: "known" allows unexpected tensors, "any" also missing ones."""
 Layout = Literal["hf", "paddlenlp"]
 """Naming and orientation of matrices in the files."""
+_MAX_SHOWN_CHARS = 100
+"""Of a value that is refused, or a name."""
+_MAX_SHOWN_NAMES = 50
+"""Of tensors that are missing or unexpected."""
 
 
 def hf_name(family: ModelFamily, config: Any, theirs: str) -> str | None:
     """Return HF's full name of a tensor in a file of either layout; None for one that is no parameter."""
     names = family.names()
-    prefix = family.names().paddlenlp_prefix(config)
+    prefix = names.paddlenlp_prefix(config)
     name = theirs
     if prefix and theirs.startswith(prefix):
         name = f"model.{theirs[len(prefix) :]}"
@@ -235,19 +240,38 @@ def read_config(path: Path, families: Mapping[str, ModelFamily]) -> tuple[ModelF
     Raises:
         UserError: no config.json, a model_type that no family reads, or an impossible shape.
     """
-    data = read_json_object(path / "config.json")
+    where = path / "config.json"
+    data = read_json_object(where)
     model_type = data.get("model_type")
-    if has_scales(path) or Fp8Format.of(data) or GptqFormat.of(data):
-        data.pop("quantization_config", None)  # the tensors are dequantised when they are read
-    for family in families.values():
-        if model_type in family.hf_model_types:
-            config = family.config_cls.from_hf(data)
-            check_config(path / "config.json", family, config)
-            return family, config
+    if not isinstance(data.get("quantization_config"), dict | None):
+        raise UserError(f"{where}: quantization_config is {_short(data['quantization_config'])}; an object is needed")
+    with _of_file(where):
+        if has_scales(path) or Fp8Format.of(data) or GptqFormat.of(data):
+            data.pop("quantization_config", None)  # the tensors are dequantised when they are read
+        for family in families.values():
+            if model_type in family.hf_model_types:
+                config = family.config_cls.from_hf(data)
+                check_config(where, family, config)
+                return family, config
     known = sorted(t for family in families.values() for t in family.hf_model_types)
-    raise UserError(
-        f"{path / 'config.json'}: model_type {model_type!r} is not supported; supported: {', '.join(known)}"
-    )
+    raise UserError(f"{where}: model_type {_short(model_type)} is not supported; supported: {', '.join(known)}")
+
+
+def _short(value: Any) -> str:
+    """A value of a file, for a message."""
+    return repr(value)[:_MAX_SHOWN_CHARS]
+
+
+@contextlib.contextmanager
+def _of_file(where: Path) -> Iterator[None]:
+    """Context in which errors in a config.json name the file by its path: families see its content only."""
+    try:
+        yield
+    except UserError as error:
+        before, found, message = str(error).partition(f"{where.name}: ")
+        if before or not found:
+            raise
+        raise UserError(f"{where}: {message}") from error
 
 
 def check_config(where: Path, family: ModelFamily, config: Any) -> None:
@@ -367,8 +391,12 @@ def describe_model(
         stored_head = found.pop(OUTPUT, None)  # some writers store the tied copy
         tied_copy = stored_head if is_tied(config) else None
     missing = [name for name in expected if name not in found]
-    carried = [name for name in found if name not in expected and _is_carried(family, name, config)]
-    unexpected = [found[name] for name in found if name not in expected and name not in carried]
+    others = [name for name in found if name not in expected]  # a file may have a million of them
+    carried: list[str] = []
+    if isinstance(names, CarriesTensors):
+        carried = [name for name in others if names.is_carried(name, config)]
+    are_carried = set(carried)
+    unexpected = [found[name] for name in others if name not in are_carried]
     if (missing and load != "any") or (unexpected and load == "exact"):
         raise _tensor_mismatch(path, missing, unexpected)
     in_files: dict[str, HfTensors] = {}
@@ -415,8 +443,15 @@ def rename(family: ModelFamily, config: Any, files: TensorSource) -> RenamedTens
 
 def _tensor_mismatch(path: Path, missing: Sequence[str], unexpected: Sequence[str]) -> UserError:
     named = (("missing", missing), ("unexpected", unexpected))
-    parts = [f"{what} {len(which)}: {', '.join(which)}" for what, which in named if which]
+    parts = [f"{what} {len(which)}: {_shown_names(which)}" for what, which in named if which]
     return UserError(f"{path}: the tensors are not those of its config.json; {'; '.join(parts)}")
+
+
+def _shown_names(names: Sequence[str]) -> str:
+    """The first of some names, for a message: a file of a stranger may have a million, or one of a megabyte."""
+    shown = ", ".join(name[:_MAX_SHOWN_CHARS] for name in names[:_MAX_SHOWN_NAMES])
+    left_out = len(names) - _MAX_SHOWN_NAMES
+    return f"{shown}, and {left_out:,} more" if left_out > 0 else shown
 
 
 def _names_in(tensors: Mapping[str, HfTensors]) -> dict[str, None]:

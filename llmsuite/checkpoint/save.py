@@ -29,7 +29,7 @@ import numpy as np
 
 from llmsuite.base.errors import UserError
 from llmsuite.base.files import (
-    committed_directory,
+    committed_checkpoint,
     create_temporary,
     os_errors,
     read_json_file,
@@ -211,7 +211,7 @@ def save(job: CheckpointJob) -> Path | None:
     if job.disk is not None:
         commit(job.final, manifest, job.disk, lambda directory: _write_own(job, directory))
     else:
-        with committed_directory(job.final, manifest, is_created=job.num_ranks > 1) as directory:
+        with committed_checkpoint(job.final, manifest, is_created=job.num_ranks > 1) as directory:
             written = ManifestPart()
             for part in _write_own(job, directory).values():
                 written.add(part)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from llmsuite.base.errors import UserError
+from llmsuite.base.files import claimed_directory, os_errors, remove_content
 from llmsuite.base.safe_files import exists, is_dir, is_file
 from llmsuite.cli.model_paths import ALLOW_NONFINITE_HELP, optional_path, resolve_model_arguments
 from llmsuite.cli.ranks import add_degrees, launch_ranks
@@ -98,7 +99,6 @@ def run_verify(args: Any, registry: Registry) -> int:
 def run_deploy(args: Any, registry: Registry) -> int:
     resolve_model_arguments(args)
     backend = _start(args, registry)
-    from llmsuite.checkpoint.convert.rewrite import OutputFormat, Rewrite
     from llmsuite.checkpoint.int8 import input_scales
     from llmsuite.inference.export_manifest import DEPLOYED_PROGRAM, DEPLOYED_WEIGHTS
 
@@ -109,24 +109,30 @@ def run_deploy(args: Any, registry: Registry) -> int:
     if input_scales(model):
         raise UserError(f"{args.source}: rounds its inputs, which HF's files cannot express; use `llmsuite export`")
     part = target.with_name(target.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    try:
-        rewrite = Rewrite(model, OutputFormat("hf"))
-        rewrite.write(part / DEPLOYED_WEIGHTS)
-        print(f"[1/3] merged: {len(rewrite.specs)} tensors, {rewrite.num_bytes / 1e6:,.1f} MB", flush=True)
-        args.base = args.config = (
-            None  # they belong to the original source; from here on the source is the merged model
-        )
-        _export(part / DEPLOYED_WEIGHTS, part / DEPLOYED_PROGRAM, backend, args, registry)
-        print(f"[2/3] exported: {args.precision} on {backend.name}", flush=True)
-        args.source = str(part / DEPLOYED_WEIGHTS)
-        print(f"[3/3] verified: {_verify(part / DEPLOYED_PROGRAM, backend, args, registry)}", flush=True)
-        part.rename(target)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+    with claimed_directory(part, target), os_errors(target):
+        try:
+            remove_content(part)
+            _deploy(model, part, backend, args, registry)
+            part.rename(target)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
     print(f"wrote {target}: {DEPLOYED_WEIGHTS} for `llmsuite generate`, {DEPLOYED_PROGRAM} for Paddle Inference")
     return 0
+
+
+def _deploy(model: ModelDirectory, part: Path, backend: DeviceBackend, args: Any, registry: Registry) -> None:
+    """Write the merged model and its program into the directory `part`, and verify them."""
+    from llmsuite.checkpoint.convert.rewrite import OutputFormat, Rewrite
+    from llmsuite.inference.export_manifest import DEPLOYED_PROGRAM, DEPLOYED_WEIGHTS
+
+    rewrite = Rewrite(model, OutputFormat("hf"))
+    rewrite.write(part / DEPLOYED_WEIGHTS)
+    print(f"[1/3] merged: {len(rewrite.specs)} tensors, {rewrite.num_bytes / 1e6:,.1f} MB", flush=True)
+    args.base = args.config = None  # they belong to the original source; from here on the source is the merged model
+    _export(part / DEPLOYED_WEIGHTS, part / DEPLOYED_PROGRAM, backend, args, registry)
+    print(f"[2/3] exported: {args.precision} on {backend.name}", flush=True)
+    args.source = str(part / DEPLOYED_WEIGHTS)
+    print(f"[3/3] verified: {_verify(part / DEPLOYED_PROGRAM, backend, args, registry)}", flush=True)
 
 
 def _is_first_rank() -> bool:

@@ -22,6 +22,8 @@ from llmsuite.data.chat_template import ChatTemplate
 from llmsuite.data.rows import Message, ToolCall
 
 _JSON = json.JSONDecoder()
+_MAX_TURN_CHARS = 1 << 14
+"""Characters of the rendered probe, from its begin, in which a call is looked for: the time grows with their square."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +116,7 @@ def detect_tool_call_format(template: ChatTemplate, control_tokens: Collection[s
     turn = conversation[len(os.path.commonprefix([prompt, conversation])) :]
     for token in control_tokens:
         turn = turn.replace(token, " ")
+    turn = turn[:_MAX_TURN_CHARS]
     for begin, end, value in _json_objects(turn):
         names = [key for key, what in value.items() if what == PROBE_NAME]
         arguments = [key for key, what in value.items() if isinstance(what, (dict, str)) and PROBE_KEY in what]
@@ -132,7 +135,7 @@ def _json_objects(text: str) -> Iterator[tuple[int, int, dict[str, Any]]]:
     for found in re.finditer("{", text):
         try:
             value, end = _JSON.raw_decode(text, found.start())
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         yield found.start(), end, value
 

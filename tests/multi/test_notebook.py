@@ -7,11 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
+import uuid
 from pathlib import Path
 
 from tests.conftest import PluginSite
 from tests.multi.conftest import Runner
 from tests.support.paths import ROOT
+from tests.tools.faults import MARK, marked
 
 PROGRAM = """
 import json, os, sys, time
@@ -78,3 +81,35 @@ def test_a_second_interrupt_ends_the_ranks(runner: Runner) -> None:
     rest, _ = process.communicate(timeout=60)
     assert rest.endswith("once more\n"), rest
     assert process.returncode == 0
+
+
+def test_a_run_is_stopped_when_the_kernel_is_killed(runner: Runner) -> None:
+    name = "killed-kernel"
+    mark = uuid.uuid4().hex
+    overrides = {
+        "output_dir": str(runner.directory / name),
+        "train.max_steps": 100_000,
+        "train.global_batch_size": 4,
+        "train.micro_batch_size": 2,
+        "launch.num_devices": 2,
+        "parallel": {},
+        "data.eval": None,
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-c", PROGRAM, str(ROOT / "recipes/llama/sft.json"), json.dumps(overrides)],
+        cwd=ROOT,
+        env={**runner.environment, MARK: mark},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    runner.wait_for_step(name, 2, process)
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + 120
+    while left := marked(mark):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+    events = (runner.directory / name / "events.jsonl").read_text().splitlines()
+    assert json.loads(events[-1])["event"] == "stopped"
+    assert (runner.directory / name / "checkpoints" / "latest").exists()

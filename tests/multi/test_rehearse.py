@@ -6,6 +6,8 @@ import collections
 import functools
 import json
 import math
+import time
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +19,7 @@ from llmsuite.planning.communication import PIPELINE
 from llmsuite.planning.estimate import Estimate, estimate
 from llmsuite.recipe.resolve import plan_run
 from tests.multi.conftest import Runner
+from tests.tools.faults import MARK, marked
 
 RECIPE = "recipes/llama/pretrain.json"
 MODEL = {
@@ -190,3 +193,19 @@ def test_the_line_that_runs_out_of_memory_is_named(runner: Runner) -> None:
     assert "fails in step 1 at parallel/optimizer.py:" in printed
     assert "Out of memory" in printed
     assert "of 74.5 GiB are allocated" in printed
+
+
+def test_a_rank_ends_with_the_command_that_has_started_it(runner: Runner) -> None:
+    mark = uuid.uuid4().hex
+    process = runner.start("rehearse", RECIPE, *WORDS, *STRATEGIES["one"], **{MARK: mark})
+    deadline = time.monotonic() + 120
+    while len(marked(mark)) < 3:  # it, the supervisor of the rank, and the rank
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + 30
+    while left := marked(mark):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.02)

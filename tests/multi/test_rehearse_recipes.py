@@ -4,6 +4,7 @@ all others are planned or refused is in tests/unit/plugins/rehearse/test_recipes
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -25,12 +26,18 @@ CASES: dict[str, tuple[str, ...]] = {
     "gpt/rm": ("--engine.offload_optimizer=true",),
 }
 
+OF_FILES = {"built", "corpora", "rows", "tokenizers", "tokens"}
+"""Directories of the user's cache that are made of files. Nothing that the virtual device has computed may get there,
+such as log-probabilities of a reference model: a later run would take them."""
+
 
 @pytest.mark.parametrize("recipe", CASES)
 def test_a_recipe_runs_to_the_end_of_a_step(runner: Runner, recipe: str) -> None:
     process = runner.start("rehearse", f"recipes/{recipe}.json", *LOCAL, *CASES[recipe], "--json")
     printed, _ = process.communicate()
     assert process.returncode == 0, printed
+    cache = Path(runner.environment["LLMSUITE_CACHE"])
+    assert {path.name for path in cache.iterdir()} <= OF_FILES
     for report in json.loads(printed[printed.index("[\n") :]):
         found = report["peak_bytes"] / 2**30
         print(f"{recipe}, rank {report['rank']}: {found:.2f} GiB, {report['resident_bytes'] >> 20} MiB of this host")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from llmsuite.base.files import committed_directory, write_text_atomic
+from llmsuite.base.files import committed_checkpoint, write_text_atomic
 
 _EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "os.fsync")
 
@@ -69,7 +69,7 @@ def _nothing() -> None:
 
 def write(root: Path, text: str) -> None:
     """What is tested: a directory with two files, and a file that names it."""
-    with committed_directory(root / "step-1", {"format": 1}) as directory:
+    with committed_checkpoint(root / "step-1", {"format": 1}, is_created=False) as directory:
         (directory / "first").write_text(text)
         (directory / "second").write_text(text * 2)
     write_text_atomic(root / "latest", text)

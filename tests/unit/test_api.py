@@ -61,8 +61,11 @@ class Receiver:
     def __init__(self) -> None:
         self.received: list[int] = []
 
-    def send_signal(self, number: int) -> None:
-        self.received.append(number)
+    def interrupt(self) -> None:
+        self.received.append(signal.SIGINT)
+
+    def kill(self) -> None:
+        self.received.append(signal.SIGKILL)
 
 
 @pytest.mark.parametrize("early", range(4))

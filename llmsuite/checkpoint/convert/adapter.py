@@ -43,6 +43,9 @@ from llmsuite.models.protocols import HasVocabulary
 _STEMS = ("adapter_model", "lora_model_state", "peft_model", "model")
 _PICKLE = "lora_model_state.pdparams"
 _SAVED = re.compile(r"\.modules_to_save(\.default)?|\.base_layer")
+_PLAIN = re.compile(r"[\w.]+")
+_MAX_SHOWN_CHARS = 100
+"""Of a value or a name of a file, in a message."""
 _WRAPPERS = ("", "base_model.model.", "model.")
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of PEFT's `init_lora_weights` that change the base; PEFT writes `true` once the change is converted back."""
@@ -98,6 +101,12 @@ class AdaptedTensors:
                 f"{config_path}: {', '.join(on)} is on; only LoRA, rsLoRA, mixers, DoRA, LoKr and llmsuite's MoRA can "
                 "be merged"
             )
+        kind = config.get("peft_type") or "LORA"
+        kinds = sorted({"LORA", *(method.type_in_files() for method in METHODS.values())})
+        if kind not in kinds:
+            raise UserError(
+                f"{config_path}: peft_type is {kind[:_MAX_SHOWN_CHARS]!r}; these are read: {', '.join(kinds)}"
+            )
         if str(config.get("init_lora_weights", "")).startswith(_CHANGES_BASE):
             raise UserError(
                 f"{config_path}: init_lora_weights is {config['init_lora_weights']!r}: these adapters belong to a base "
@@ -108,6 +117,7 @@ class AdaptedTensors:
         self._biases: dict[str, tuple[str, float]] = {}
         self._replaced: dict[str, str] = {}
         self._assign(config_path, config)
+        _check_targets(config_path, config, _trained_names(self._files))
 
     def _assign(self, config_path: Path, config: Mapping[str, Any]) -> None:
         """Find the tensor of the base that each tensor of the adapter belongs to."""
@@ -142,7 +152,7 @@ class AdaptedTensors:
             unknown = [name for name in unknown if name not in heads]
         self._check_copies([*parts, *own, *self._replaced])
         if unknown:
-            shown = ", ".join(unknown[:5])
+            shown = ", ".join(name[:_MAX_SHOWN_CHARS] for name in unknown[:5])
             raise UserError(f"{self._path}: {len(unknown)} tensors match no tensor of {self._base.path}: {shown}")
         for target, pair in parts.items():
             if not {"A", "B"} <= pair.keys():
@@ -382,6 +392,26 @@ class AdaptedTensors:
             bias, scale = self._biases[name]
             return (value + scale * self._files.read(bias)[tuple(index or ())].astype("float32")).astype(dtype)
         return value.astype(dtype, copy=False)
+
+
+def _check_targets(config_path: Path, config: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raise UserError where none of the adapted modules is one of `target_modules`: a library that goes by these would
+    load nothing. Names only: patterns of PaddleNLP are not compared, nor parameters of PEFT's `target_parameters`."""
+    targets = config.get("target_modules")
+    if not isinstance(targets, list) or not all(map(_PLAIN.fullmatch, targets)) or config.get("target_parameters"):
+        return
+    part = _part_pattern()
+    own_part = own_part_pattern()
+    matches = (part.fullmatch(name) or own_part.fullmatch(name) for name in names)
+    modules = [match[1] for match in matches if match]
+    ends = {module.rpartition(".")[2] for module in modules}
+    whole = tuple(f".{target}" for target in targets)
+    if targets and modules and not any(f".{module}".endswith(whole) for module in modules):
+        shown = ", ".join(targets[:5])[:_MAX_SHOWN_CHARS]
+        raise UserError(
+            f"{config_path}: target_modules names {shown}, and the adapters in the files are of "
+            f"{', '.join(sorted(ends)[:5])[:_MAX_SHOWN_CHARS]}; take the configuration that was saved with them"
+        )
 
 
 def _trained_names(files: TensorSource) -> list[str]:

@@ -16,7 +16,7 @@ from llmsuite.base.files import committed_directory, write_json
 from llmsuite.checkpoint.convert.rewrite import Rewrite
 from llmsuite.checkpoint.finite import count_nonfinite
 from llmsuite.checkpoint.tensors import TensorSpec
-from llmsuite.checkpoint.tokenizer_files import copy_tokenizer
+from llmsuite.checkpoint.tokenizer_files import check_tokenizer, copy_tokenizer
 from llmsuite.devices.tensors import tensor_of
 
 _SAVE = 0
@@ -38,6 +38,7 @@ def write_distcp(rewrite: Rewrite, target: Path, progress: Callable[[int], None]
         UserError: there is not enough room, or a value does not fit its new dtype or is not finite.
     """
     rewrite.check_room(target)
+    check_tokenizer(rewrite.model.tokenizer_directory)  # refused before anything is written
     metadata = Metadata(state_dict_metadata={}, storage_metadata={}, flat_mapping={})
     count = 0
     with committed_directory(target, {"format": 1}) as directory:

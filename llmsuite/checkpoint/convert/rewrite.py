@@ -30,7 +30,7 @@ from llmsuite.checkpoint.model_writer import TensorLayout
 from llmsuite.checkpoint.stored import FP8, INT8, StoredTensor
 from llmsuite.checkpoint.tensor_writer import MAX_FILE_BYTES, WriteOptions, chunk_slices, read_in_chunks, write_tensors
 from llmsuite.checkpoint.tensors import TensorSpec
-from llmsuite.checkpoint.tokenizer_files import copy_tokenizer
+from llmsuite.checkpoint.tokenizer_files import check_tokenizer, copy_tokenizer
 from llmsuite.models.shard_plan import UNSHARDED
 
 FORMAT = 1
@@ -104,6 +104,7 @@ class Rewrite:
         if exists(target):
             raise UserError(f"{target} exists; choose another --output, or remove it first")
         self.check_room(target)
+        check_tokenizer(self.model.tokenizer_directory)  # refused before anything is written
         try:
             self._write(target, progress)
         except MemoryError as error:

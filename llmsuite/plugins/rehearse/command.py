@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmsuite.base.commands import run_command
 from llmsuite.base.errors import UserError
 from llmsuite.base.files import os_errors
 from llmsuite.base.locks import scratch_directory
@@ -207,18 +207,12 @@ def _rehearse(
             "PADDLE_TRAINER_ENDPOINTS": ",".join([nobody] * degrees.num_ranks),
             "PADDLE_MASTER": nobody,
         }
-    process = subprocess.run(
-        [sys.executable, "-m", "llmsuite", *sys.argv[1:]],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
+    process = run_command([sys.executable, "-m", "llmsuite", *sys.argv[1:]], environment)  # ends with this process
     try:
         report: dict[str, Any] = json.loads((directory / "report.json").read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"{process.stdout}rehearse: rank {rank} ended with exit code {process.returncode}") from error
+        printed = process.output + process.errors
+        raise UserError(f"{printed}rehearse: rank {rank} ended with exit code {process.code}") from error
     return report
 
 

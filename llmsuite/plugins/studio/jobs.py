@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import re
 import secrets
@@ -81,6 +82,7 @@ class Jobs:
         """API key of the servers, as other users of the machine can connect to them too."""
         SECRETS.add(self._key)
         self._lock = threading.Lock()
+        self._log_numbers = itertools.count()
         self._logs = tempfile.TemporaryDirectory(prefix="llmsuite-studio-")
 
     def start(self, form: FilledRecipe, output_dir: Path) -> str:
@@ -147,8 +149,9 @@ class Jobs:
 
     def close(self) -> list[str]:
         """End the servers; returns the runs that continue without the page."""
-        for server in self._chats.values():
-            server.process.end()
+        with self._lock:
+            for server in self._chats.values():
+                server.process.end()
         running = [name for name, job in self._runs.items() if job.process.poll() is None]
         if not running:
             self._logs.cleanup()
@@ -198,5 +201,4 @@ class Jobs:
             return _Server(process, log)
 
     def _log(self, of: str) -> Path:
-        number = len(self._runs) + len(self._chats)
-        return Path(self._logs.name) / f"{number}-{of}-{threading.get_ident()}.log"
+        return Path(self._logs.name) / f"{next(self._log_numbers)}-{of}.log"

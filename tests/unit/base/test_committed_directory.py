@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from llmsuite.base.errors import UserError
-from llmsuite.base.files import broken_file, committed_directory
+from llmsuite.base.files import broken_file, committed_directory, resumable_directory
+from llmsuite.base.locks import LOCK
 from llmsuite.checkpoint.directory import remove_unfinished
 from tests.support.os_steps import OsSteps, write
 from tests.support.paths import ROOT
@@ -204,3 +207,60 @@ def test_the_manifest_has_what_was_given_and_every_file(tmp_path: Path) -> None:
     manifest = json.loads((tmp_path / "a" / "b" / "manifest.json").read_text())
     digest = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
     assert manifest == {"format": 7, "files": {"sub/file": {"size": 3, "sha256": digest}}}
+
+
+USERS = ["model.tmp", "model.old", "model.part"]
+"""Names that directories of users may have, next to an output `model`."""
+
+
+@contextlib.contextmanager
+def resumable(final: Path) -> Iterator[Path]:
+    with resumable_directory(final, "content", {}) as directory:
+        yield directory
+
+
+@pytest.mark.parametrize("writes", [committed_directory, resumable])
+@pytest.mark.parametrize("name", USERS)
+def test_a_directory_of_the_user_next_to_an_output_is_kept(writes: Any, name: str, tmp_path: Path) -> None:
+    mine = tmp_path / name
+    mine.mkdir()
+    (mine / "weights").write_text("of last week")
+    is_in_the_way = name == {committed_directory: "model.tmp"}.get(writes, "model.part")
+    refused: Any = pytest.raises(UserError, match="in the way") if is_in_the_way else contextlib.nullcontext()
+    with refused, writes(tmp_path / "model") as directory:
+        (directory / "weights").write_text("new")
+    assert (mine / "weights").read_text() == "of last week"
+    assert (tmp_path / "model").exists() is not is_in_the_way
+    assert is_in_the_way or sorted(p.name for p in (tmp_path / "model").iterdir()) == ["manifest.json", "weights"]
+
+
+@pytest.mark.parametrize("writes", [committed_directory, resumable])
+def test_links_and_files_in_the_way_are_kept(writes: Any, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "weights").write_text("of last week")
+    for name in ("model.tmp", "model.part"):
+        (tmp_path / name).symlink_to(tmp_path / "mine")
+        (tmp_path / f"other{name[5:]}").write_text("notes")
+    for output in ("model", "other"):
+        with pytest.raises(UserError, match="in the way"), writes(tmp_path / output):
+            pass
+    assert (tmp_path / "mine" / "weights").read_text() == "of last week"
+    assert (tmp_path / "other.tmp").read_text() == (tmp_path / "other.part").read_text() == "notes"
+
+
+def test_what_a_killed_process_has_left_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "model.tmp").mkdir()
+    (tmp_path / "model.tmp" / LOCK).touch()
+    (tmp_path / "model.tmp" / "half").write_text("written")
+    with committed_directory(tmp_path / "model") as directory:
+        (directory / "weights").write_text("new")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
+    assert sorted(p.name for p in (tmp_path / "model").iterdir()) == ["manifest.json", "weights"]
+
+
+def test_two_processes_do_not_write_the_same_output(tmp_path: Path) -> None:
+    with committed_directory(tmp_path / "model") as directory:
+        (directory / "weights").write_text("new")
+        with pytest.raises(UserError, match="another run is writing there"), committed_directory(tmp_path / "model"):
+            pass
+    assert (tmp_path / "model" / "weights").read_text() == "new"

@@ -15,7 +15,7 @@ import pytest
 from llmsuite.base import locks
 from llmsuite.base.cache import locked
 from llmsuite.base.errors import UserError
-from llmsuite.base.files import broken_file, check_intact, committed_directory, write_text_atomic
+from llmsuite.base.files import broken_file, check_intact, committed_checkpoint, committed_directory, write_text_atomic
 from llmsuite.base.locks import OpenDirectory, empty_directory, is_locked, lock_directory, scratch_directory
 from llmsuite.checkpoint.directory import name_latest, remove_unfinished
 
@@ -130,7 +130,7 @@ def test_what_is_in_the_way_is_removed_and_not_followed(tmp_path: Path, put: Cal
     write_text_atomic(root / "latest", "step-7")
     assert (root / "latest").read_text() == "step-7"
     for _ in range(2):  # new, and in place of one that is there
-        with committed_directory(root / "step-8") as directory:
+        with committed_checkpoint(root / "step-8", {}, is_created=False) as directory:
             (directory / "file").write_text("new")
     assert broken_file(root / "step-8") is None
     for name in names:

@@ -97,13 +97,45 @@ def test_a_command_may_end_on_its_own_within_its_grace_period(tmp_path: Path) ->
     log = tmp_path / "log"
     with open(log, "wb") as file:
         supervised = _supervised(code, output=file, grace_seconds=60.0)
-    deadline = time.monotonic() + 60
-    while log.read_text() != "is here\n":
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    _wait_for(log, "is here\n")
     supervised.end()
     assert supervised.poll() == 5
     assert log.read_text() == "is here\nends\n"
+
+
+@pytest.mark.parametrize(("act", "code"), [("interrupt", 7), ("terminate", 8), ("kill", -signal.SIGKILL)])
+def test_a_signal_is_for_the_command(act: str, code: int, mark: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with open(log, "wb") as file:
+        supervised = _supervised(
+            "signal.signal(signal.SIGINT, lambda *_: sys.exit(7)); "
+            "signal.signal(signal.SIGTERM, lambda *_: sys.exit(8)); "
+            f"{_DESCENDANTS['session']}; print('is here', flush=True); time.sleep(600)",
+            output=file,
+            grace_seconds=600.0,
+        )
+    _wait_for(log, "is here\n")
+    getattr(supervised, act)()
+    assert supervised.wait(60) == code
+    assert _alive(mark) == []
+    supervised.end()
+
+
+@pytest.mark.parametrize(("act", "number"), [("interrupt", signal.SIGINT), ("kill", signal.SIGKILL)])
+def test_a_signal_right_after_the_start_is_for_the_command_too(act: str, number: int, mark: str) -> None:
+    for _ in range(10):
+        supervised = SupervisedProcess(["sleep", "600"], grace_seconds=600.0)
+        getattr(supervised, act)()
+        assert supervised.wait(60) == -number
+        assert _alive(mark) == []
+        supervised.end()
+
+
+def _wait_for(log: Path, text: str) -> None:
+    deadline = time.monotonic() + 60
+    while log.read_text() != text:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_what_it_prints_has_a_bound(tmp_path: Path) -> None:

@@ -137,6 +137,14 @@ def test_many_missing_tensors_are_counted(tmp_path: Path, hf: dict[str, np.ndarr
         open_model(rewrite(tmp_path / "model", kept), FAMILIES)
 
 
+@pytest.mark.parametrize("count", [1, 20_000])
+def test_very_many_or_long_names_are_shown_in_part(tmp_path: Path, hf: dict[str, np.ndarray], count: int) -> None:
+    names = [f"alien.{number}" for number in range(count)] if count > 1 else ["alien." + 1_000_000 * "x"]
+    with pytest.raises(UserError, match=f"unexpected {count}: alien") as caught:
+        open_model(rewrite(tmp_path / "model", hf | dict.fromkeys(names, np.zeros(0, "float32"))), FAMILIES)
+    assert len(str(caught.value)) < 10_000
+
+
 def test_tolerated_tensors_are_reported(tmp_path: Path, hf: dict[str, np.ndarray]) -> None:
     hf["model.layers.2.mlp.up_proj.weight"] = np.zeros(1, "float32")
     path = rewrite(tmp_path / "model", hf)
@@ -256,3 +264,24 @@ def test_fill_names_a_misshapen_tensor(tmp_path: Path) -> None:
         fill_parameters(tiny_llama.model(), found)
     assert "'model.layers.0.mlp.gate_proj.weight' is [24, 21], config.json makes it [24, 20]" in str(caught.value)
     assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("hidden_act", {}, "hidden_act is {}"),
+        ("quantization_config", "gptq", "quantization_config is 'gptq'; an object is needed"),
+        ("quantization_config", {"quant_method": "gptq", "bits": 3}, "quantization_config.bits is 3"),
+        ("model_type", "x" * 10_000, "is not supported"),
+    ],
+)
+def test_what_is_wrong_in_a_config_is_said_with_its_place(tmp_path: Path, key: str, value: Any, says: str) -> None:
+    tiny_llama.write(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    with pytest.raises(UserError) as found:
+        open_model(tmp_path, FAMILIES)
+    message = str(found.value)
+    assert message.startswith(f"{path}: ")
+    assert says in message
+    assert len(message) < 1000

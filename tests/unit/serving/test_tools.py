@@ -52,6 +52,14 @@ def test_templates_without_calls_are_refused() -> None:
             detect_tool_call_format(ChatTemplate(BUILTIN[name], {"eos_token": "</s>", "bos_token": ""}, name), CONTROL)
 
 
+@pytest.mark.parametrize("text", ['{"a":', "{", '{"a": [', '{"a":{"b":1},"c":'])
+def test_a_template_that_renders_very_many_brackets_has_no_calls(text: str) -> None:
+    source = "{% for message in messages %}{% if message.tool_calls %}{{ TEXT * 20000 }}{% endif %}{% endfor %}"
+    template = ChatTemplate(source.replace("TEXT", repr(text)), {}, "a model")
+    with pytest.raises(UserError, match="renders no calls"):
+        detect_tool_call_format(template, CONTROL)
+
+
 ADD = ToolCall("add", '{"a": 1}')
 SUM = ToolCall("sum", "{}")
 BARE = ToolCallFormat("", "", "name", "parameters")

@@ -15,7 +15,7 @@ import pytest
 import safetensors.numpy
 from starlette.testclient import TestClient
 
-from llmsuite.base.files import committed_directory, sha256_of, write_json
+from llmsuite.base.files import committed_checkpoint, committed_directory, sha256_of, write_json
 from llmsuite.checkpoint.model_dir import ModelDirectory, open_model
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.devices.cpu import CpuBackend
@@ -50,7 +50,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def written(final: Path, seed: int, family: str = "llama", **config: Any) -> Path:
-    with committed_directory(final) as directory:
+    with committed_checkpoint(final, {}, is_created=False) as directory:
         directory.rmdir()
         write_family(directory, family, seed)
         if config:

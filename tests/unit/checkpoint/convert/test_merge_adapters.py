@@ -245,6 +245,11 @@ def test_patterns_and_saved_modules(tmp_path: Path) -> None:
         ({"changes": {"r": 4}}, "rank 4, its factors have rank 3"),
         ({"changes": {"lora_alpha": None}}, "lora_alpha is None"),
         ({"drop": "lora_"}, "has no lora_A and lora_B"),
+        ({"changes": {"peft_type": "EVIL"}}, "peft_type is 'EVIL'; these are read: .*LORA"),
+        (
+            {"changes": {"target_modules": ["k_proj", "lm_head"]}},
+            "target_modules names k_proj, lm_head, and the adapters in the files are of down_proj, q_proj, v_proj",
+        ),
     ],
 )  # fmt: skip
 def test_an_adapter_that_does_not_fit_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:

@@ -145,12 +145,52 @@ def test_a_server_of_the_studio_has_a_key(tmp_path: Path, monkeypatch: pytest.Mo
         assert time.monotonic() < deadline
         time.sleep(0.02)
     key = address.removeprefix("http://127.0.0.1:1/#key=")
-    (log,) = Path(jobs._logs.name).glob("*-serve-*.log")
+    (log,) = Path(jobs._logs.name).glob("*-serve.log")
     while len(output := log.read_text().split()) < 4:  # the address comes first
         assert time.monotonic() < deadline
     jobs.close()
     assert len(key) > 20
     assert output[-1] == key
+
+
+def test_starts_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One run for each directory, and a log for each run, also after some have ended."""
+    code = "import sys, time; print('words of', sys.argv[2], flush=True); time.sleep(600)"
+    monkeypatch.setattr("llmsuite.plugins.studio.jobs._LLMSUITE", (sys.executable, "-S", "-c", code))
+    jobs = Jobs(tmp_path)
+    outcomes = list[str]()
+
+    def start(name: str) -> None:
+        try:
+            outcomes.append(jobs.start(FilledRecipe(name, False, {}), tmp_path / name))
+        except UserError as error:
+            outcomes.append(str(error))
+
+    def start_at_once(names: list[str]) -> None:
+        threads = [threading.Thread(target=start, args=(name,)) for name in names]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    names = [f"run-{number}" for number in range(4)]
+    start_at_once([*names, *names])
+    refused = [outcome for outcome in outcomes if "is still running" in outcome]
+    assert sorted(set(outcomes) - set(refused)) == [str(tmp_path / name) for name in names]
+    assert len(refused) == 4
+    jobs._runs[str(tmp_path / "run-0")].process.kill()
+    jobs._runs[str(tmp_path / "run-0")].process.wait()
+    start_at_once(["run-0", "run-4"])
+    started = list(jobs._runs.items())
+    assert len({job.log for _, job in started}) == 5
+    deadline = time.monotonic() + 60
+    for name, job in started:
+        while job.tail != f"words of {Path(name).name}\n":
+            assert time.monotonic() < deadline, job.tail
+            time.sleep(0.02)
+        job.process.kill()
+        job.process.wait()
+    assert jobs.close() == []
 
 
 @pytest.fixture
