@@ -97,9 +97,9 @@ def run(args: Any, registry: Registry) -> int:
         from llmsuite.planning.cost import hardware
         from llmsuite.plugins.rehearse.predictions import predict
 
-        device = hardware(args.hardware)
-        assert device is not None
-        predict(reports, plan.model, plan.data, plan.parallel, plan.train, device)
+        figures = hardware(args.hardware)
+        assert figures is not None
+        predict(reports, plan.model, plan.data, plan.parallel, plan.train, figures)
     shown = [report for report in reports if report["rank"] in ranks]
     for report in shown:
         report.pop("sent", None)  # no results, but for other ranks

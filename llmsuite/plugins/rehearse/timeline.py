@@ -131,7 +131,7 @@ def play(
     rates = rates or Rates()
     clock = _Clock()
     spans = []
-    times = []
+    times: list[float] = []
     before = records[0].host_seconds if records else 0.0
     for number, record in enumerate(records):
         while len(times) < len(marks) and marks[len(times)] <= number:
