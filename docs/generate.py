@@ -153,10 +153,11 @@ Ctrl-C or SIGTERM.
 def commands_page(registry: Registry) -> str:
     """Every command with its arguments."""
     lines = [_COMMANDS]
-    for command in registry.commands.values():
+    named = {**registry.commands, **{f"recipe {name}": spec for name, spec in registry.recipe_commands.items()}}
+    for name, command in named.items():
         parser = ArgumentParser()
         command.add_arguments(parser)
-        lines += [f"## llmsuite {command.name}", "", f"{command.help[0].upper()}{command.help[1:]}", ""]
+        lines += [f"## llmsuite {name}", "", f"{command.help[0].upper()}{command.help[1:]}", ""]
         rows = []
         for action in parser._actions:
             if action.dest != "help":

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from llmsuite.base.errors import UserError
 from llmsuite.base.resources import bundled
 from llmsuite.cli import recipe
+from llmsuite.cli.parser import CommandParser
 from llmsuite.contract.registry import Registry
 from llmsuite.contract.schema.keys import KeyInfo, walk
 from llmsuite.contract.specs import Command
@@ -63,6 +64,11 @@ def complete(parsers: Mapping[str, Any], registry: Registry) -> None:
         command = registry.commands[name]
         own = commands.add_parser(name, help=command.help.replace("%", "%%"))
         if name == named:
+            further = next((word for word in words[1:] if word in registry.recipe_commands), None)
+            if command is recipe.COMMAND and further is not None:
+                command, given = registry.recipe_commands[further], CommandParser()
+                command.add_arguments(given)
+                own.add_argument("action")
             # they depend on the plugins, so no type has them
             actions = recipe.actions(registry) if command is recipe.COMMAND else []
             _copy(given, own, actions)

@@ -12,7 +12,7 @@ from llmsuite import __version__
 from llmsuite.base.errors import UserError
 from llmsuite.base.exits import exit_code
 from llmsuite.base.python_files import code_allowed
-from llmsuite.cli import completion
+from llmsuite.cli import completion, recipe
 from llmsuite.cli.parser import CommandParser
 from llmsuite.contract.given import add_files, plugin_files
 from llmsuite.contract.registry import BUILTIN, BUNDLED, NO_PLUGINS, Registry, load_plugins
@@ -65,6 +65,7 @@ def _run(words: list[str], registry: Registry) -> int:
     subcommands = parser.add_subcommands(required=True, dest="command", title="commands")
     options: dict[str, set[str]] = {}
     chosen = next((word for word in words if not word.startswith("-")), None)
+    of_recipe = pop_recipe_command(words, registry) if chosen == recipe.COMMAND.name else None
     completes = completion.COMPLETION_VARIABLE in os.environ
     for command in list(registry.commands.values()):
         subparser = CommandParser(description=command.help)
@@ -72,25 +73,40 @@ def _run(words: list[str], registry: Registry) -> int:
         # to set up the arguments of all commands of ours takes longer than many a command itself
         if completes or command.name == chosen or not is_ours:
             try:
-                command.add_arguments(subparser)
+                (of_recipe if command is recipe.COMMAND and of_recipe else command).add_arguments(subparser)
             except Exception as error:  # a plugin's code: it may raise anything
+                if command is recipe.COMMAND and of_recipe:
+                    registry.disable("recipe command", of_recipe.name, error)
+                    raise UserError(registry.unknown("recipe command", of_recipe.name)) from error
                 registry.disable("command", command.name, error)
                 continue
         subcommands.add_subcommand(command.name, subparser, help=command.help)
         options[command.name] = {option for action in subparser._actions for option in action.option_strings}
         parser.commands[command.name] = subparser
+    if chosen == recipe.COMMAND.name:
+        recipe.describe(parser.commands[chosen], of_recipe, registry)
     if completes:
         completion.complete(parser.commands, registry)
     if chosen is not None and chosen not in registry.commands:
         raise UserError(registry.unknown("command", chosen))
     overrides: list[str] = []
-    if chosen is not None and registry.commands[chosen].takes_overrides:
+    selected = of_recipe or (None if chosen is None else registry.commands[chosen])
+    if chosen is not None and selected is not None and selected.takes_overrides:
         words, overrides = split_overrides(words, options[chosen])
     arguments = parser.parse_args(words)
-    selected: Command = registry.commands[arguments.command]
-    namespace = arguments[selected.name]
+    assert selected is not None, "a command is required"
+    namespace = arguments[arguments.command]
     namespace.overrides = overrides
     return selected.run(namespace, registry)
+
+
+def pop_recipe_command(words: list[str], registry: Registry) -> Command | None:
+    """Remove the name of a plugin's subcommand of `llmsuite recipe` from the words of a command line, in place. Returns
+    the subcommand; None where the words name none."""
+    at = [number for number, word in enumerate(words) if not word.startswith("-")]
+    if len(at) < 2 or words[at[1]] not in registry.recipe_commands:
+        return None
+    return registry.recipe_commands[words.pop(at[1])]
 
 
 def split_overrides(words: Sequence[str], options: set[str]) -> tuple[list[str], list[str]]:

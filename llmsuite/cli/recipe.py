@@ -92,7 +92,24 @@ def run(args: Any, registry: Registry) -> int:
 
 def actions(registry: Registry) -> list[str]:
     """Return the values of the argument `action`."""
-    return [_NEW, *(f"{_FROM}{name}" for name in registry.suites)]
+    return [_NEW, *registry.recipe_commands, *(f"{_FROM}{name}" for name in registry.suites)]
+
+
+def describe(parser: Any, chosen: Command | None, registry: Registry) -> None:
+    """Complete the help of this command.
+
+    Args:
+        parser: of this command, or of the chosen subcommand.
+        chosen: a plugin's subcommand; None where the command line names none.
+        registry: with the subcommands of plugins.
+    """
+    if chosen is not None:
+        parser.prog = f"{parser.prog} {chosen.name}"
+        parser.description = chosen.help
+        return
+    more = "; ".join(f"{name}: {command.help}" for name, command in registry.recipe_commands.items())
+    if more:
+        parser.epilog = f"{parser.epilog} Further actions, with arguments of their own: {more}."
 
 
 def _suite(action: str, registry: Registry) -> SuiteSpec:

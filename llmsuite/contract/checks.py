@@ -210,6 +210,15 @@ def check_command(spec: Command) -> None:
         )
 
 
+def check_recipe_command(spec: Command) -> None:
+    """Raise UserError for a name that cannot be a subcommand of `llmsuite recipe`, or is one of its own."""
+    if not _WORD.fullmatch(spec.name) or spec.name == "new" or spec.name.startswith("from-"):
+        raise UserError(
+            f"a subcommand of `llmsuite recipe` cannot be called {spec.name!r}: the name has to be one word, of "
+            "letters, digits, - and _, and not new or from-NAME, which are its own"
+        )
+
+
 def check_stage(spec: StageSpec | JobSpec) -> None:
     """Raise UserError for a stage that would break the schema of recipes: its name is a key there, its class a
     section."""

@@ -175,6 +175,12 @@ def llmsuite_register_commands() -> list[Command]:
     raise AssertionError("a hookspec is not called")
 
 
+@hookspec
+def llmsuite_register_recipe_commands() -> list[Command]:
+    """Return subcommands of `llmsuite recipe`, beside its own `new` and `from-NAME`."""
+    raise AssertionError("a hookspec is not called")
+
+
 # Events of a run, called on rank 0. If an implementation raises, the error is reported once and the plugin gets no more
 # events; if the plugin sets `llmsuite_critical = True`, the error ends the run instead.
 

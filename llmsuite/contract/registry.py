@@ -26,6 +26,7 @@ from llmsuite.contract.checks import (
     check_fields,
     check_kernels,
     check_keys,
+    check_recipe_command,
     check_stage,
     check_suite,
 )
@@ -79,6 +80,7 @@ REGISTRATIONS: dict[str, tuple[str, Any]] = {
     "environment": ("llmsuite_register_environments", (EnvironmentSpec,)),
     "suite": ("llmsuite_register_suites", (SuiteSpec,)),
     "command": ("llmsuite_register_commands", (Command,)),
+    "recipe command": ("llmsuite_register_recipe_commands", (Command,)),
 }
 """Kind of specs, as named in messages -> (hook, types of the specs)."""
 
@@ -169,9 +171,14 @@ class Registry:
     def commands(self) -> dict[str, Command]:
         return self._specs["command"]
 
+    @property
+    def recipe_commands(self) -> dict[str, Command]:
+        return self._specs["recipe command"]
+
     def specs(self, kind: str) -> dict[str, Any]:
         """Return the specs of a kind by name. Kinds: "stage", "model", "device", "kernels", "adapter method",
-        "data format", "exporter", "logger", "reward", "rollout engine", "environment", "suite" and "command"."""
+        "data format", "exporter", "logger", "reward", "rollout engine", "environment", "suite", "command"
+        and "recipe command"."""
         return self._specs[kind]
 
     def stages_by_row_kind(self) -> dict[str, list[str]]:
@@ -338,6 +345,8 @@ class Registry:
             check_family(spec)
         elif kind == "command":
             check_command(spec)
+        elif kind == "recipe command":
+            check_recipe_command(spec)
         elif kind == "suite":
             check_suite(spec)
         elif kind == "reward":

@@ -16,6 +16,7 @@ from llmsuite.base.typing import Tensor
 from llmsuite.contract.registry import Registry
 from llmsuite.engine.critic import Critic
 from llmsuite.engine.data_loader import StepDataLoader
+from llmsuite.engine.model_flops import StepWork
 from llmsuite.engine.rollouts import RolloutDataLoader, RolloutEngine
 from llmsuite.engine.trainer import Trainer
 from llmsuite.models.experts import Experts, RowCounts
@@ -36,6 +37,9 @@ class StepObserver:
     def step(self, number: int) -> AbstractContextManager[None]:
         """A context around a step, which is counted from 1."""
         return contextlib.nullcontext()
+
+    def worked(self, number: int, work: StepWork) -> None:
+        """A step has ended; `work` has the micro-batches of this rank, none on a rank that loads no data."""
 
 
 @dataclasses.dataclass
@@ -194,6 +198,7 @@ def _rehearse_rows(trainer: Trainer, num_steps: int, observer: StepObserver) -> 
             batches = loader.next_step(1).batches
         with observer.step(number):
             trainer.engine.step(number, batches, dict.fromkeys(REQUESTS, False))
+        observer.worked(number, batches.work)
 
 
 def _rehearse_rollouts(trainer: Trainer, rollouts: RolloutEngine, num_steps: int, observer: StepObserver) -> None:
@@ -216,6 +221,8 @@ def _rehearse_rollouts(trainer: Trainer, rollouts: RolloutEngine, num_steps: int
             with observer.step(begins + 1) if others == 0 else contextlib.nullcontext():
                 batches = source.next_step(step).batches
                 trainer.engine.step(step, batches, dict.fromkeys(REQUESTS, False))
+            if others == 0:
+                observer.worked(begins + 1, batches.work)
 
 
 def _ignore_completions(step: int, completions: Sequence[Mapping[str, Any]]) -> None:

@@ -298,7 +298,7 @@ def _memory_of_rank(
     largest = max(batches, key=lambda b: b.rows * b.length**2)
     of_first_part = kept[0, largest] if 0 in parts else 0.0
     buffers = _buffers(layout, shape_spec, stage, held, largest, settings, of_first_part)
-    buffers += _in_buckets(layout.buckets(mesh), backend.overlaps_communication)
+    buffers += _in_buckets(layout.buckets(mesh), backend.overlaps_communication, len(batches) > 2)
     masters = float(sum(h.master_bytes for h in held))
     moments = float(sum(h.moment_bytes(train) for h in held))
     lengths = [batch.length for batch in batches]
@@ -450,11 +450,13 @@ _DEQUANTISED = 10
 joined (`models.quantised.dequantise_on_device`)."""
 
 
-def _in_buckets(buckets: Iterable[Sequence[LocalParameter]], overlaps: bool) -> float:
+def _in_buckets(buckets: Iterable[Sequence[LocalParameter]], overlaps: bool, adds_up: bool) -> float:
     """Bytes of the largest bucket of gradients, in addition to the gradients copied into it.
 
     Gradients that are reduced in each backward pass wait unsharded until their bucket is full. With `overlaps` a bucket
-    that is sent during the passes is freed when the next one is ready. A gradient alone in its bucket is not copied.
+    that is sent during the passes is freed when the next one is ready, and so is this rank's part of its sum. From the
+    third micro-batch on (`adds_up`) that part is not yet the one that earlier ones are added up in. A gradient alone in
+    its bucket is not copied.
     """
     most = 0.0
     for bucket in buckets:
@@ -462,7 +464,10 @@ def _in_buckets(buckets: Iterable[Sequence[LocalParameter]], overlaps: bool) -> 
         times = overlaps if is_sent_in_passes else 0
         if len(bucket) > 1:
             times += 1 + is_sent_in_passes
-        most = max(most, float(times * bucket[0].gradient_width * sum(held.sum_size for held in bucket)))
+        size = times * sum(held.sum_size for held in bucket)
+        if overlaps and is_sent_in_passes and adds_up:
+            size += sum(held.shard_size for held in bucket)
+        most = max(most, float(bucket[0].gradient_width * size))
     return most
 
 

@@ -56,6 +56,19 @@ STRATEGIES = {
         sequence_parallel=True,
         sharding="stage1",
     ),
+    "one, recompute selective": mesh(1, {"recompute": "selective"}),
+    "stage1, offload": mesh(4, {"offload_optimizer": True}, sharding="stage1"),
+    "stage3, recompute": mesh(4, {"recompute": "full"}, sharding="stage3"),
+    "tp2 sp, stage2": mesh(4, tensor_parallel_degree=2, sequence_parallel=True, sharding="stage2"),
+    "tp4 sp, recompute": mesh(4, {"recompute": "full"}, tensor_parallel_degree=4, sequence_parallel=True),
+    "pp2, interleaved, stage1, every second layer recomputed": mesh(
+        4,
+        {"recompute": "full", "recompute_every": 2},
+        pipeline_parallel_degree=2,
+        pipeline_schedule="interleaved",
+        virtual_pipeline_degree=2,
+        sharding="stage1",
+    ),
 }
 EXPERTS = {
     "family": "qwen_moe",
@@ -65,12 +78,21 @@ EXPERTS = {
 }
 RUNS = {name: [RECIPE, *WORDS, *words] for name, words in STRATEGIES.items()}
 """Recipes with their keys."""
-RUNS["ep4 of experts, stage1"] = [
-    "recipes/qwen_moe/pretrain.json",
-    f"--model={json.dumps(EXPERTS)}",
-    "--train.global_batch_size=8",
-    *mesh(4, expert_parallel_degree=4, sharding="stage1"),
+_OF_EXPERTS = ["recipes/qwen_moe/pretrain.json", f"--model={json.dumps(EXPERTS)}", "--train.global_batch_size=8"]
+RUNS["ep4 of experts, stage1"] = [*_OF_EXPERTS, *mesh(4, expert_parallel_degree=4, sharding="stage1")]
+RUNS["ep2 tp2 sp of experts, stage2"] = [
+    *_OF_EXPERTS,
+    *mesh(4, expert_parallel_degree=2, tensor_parallel_degree=2, sequence_parallel=True, sharding="stage2"),
 ]
+RUNS["tp2 sp, LoRA"] = [
+    RECIPE,
+    *WORDS,
+    *mesh(2, tensor_parallel_degree=2, sequence_parallel=True),
+    "--lora.rank=16",
+]
+MORE_FLOPS = {"one, recompute selective": 0.01, "tp2 sp, LoRA": 0.01, "ep2 tp2 sp of experts, stage2": 0.002}
+"""What a step may have above the plan, where that is not 0.1%: the plan counts neither attention that is computed again
+by itself, nor the products of adapters, nor gates on each tensor parallel rank."""
 
 
 @functools.cache
@@ -113,7 +135,7 @@ def test_flops_are_those_of_the_plan(rehearsed: dict[str, list[dict[str, Any]]],
         expected = sum(cost.forward + cost.backward for cost in costs) * found.num_micro_batches / degrees.tp
         far = report["flops"] / expected - 1
         print(f"{name}, stage {stage}: {report['flops'] / 1e12:.2f} TFLOP, {far:+.2%} of the plan")
-        assert abs(far) < 0.001, (report["flops"], expected)
+        assert -0.001 < far < MORE_FLOPS.get(name, 0.001), (report["flops"], expected)
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if not name.startswith("one")])

@@ -93,9 +93,17 @@ def run(args: Any, registry: Registry) -> int:
             reports.append(_rehearse(plan.parallel, rank, scratch / str(rank), memory, sent))
         if args.trace is not None:
             _write_trace(Path(args.trace), scratch, ranks)
+    if args.hardware is not None:
+        from llmsuite.planning.cost import hardware
+        from llmsuite.plugins.rehearse.predictions import predict
+
+        figures = hardware(args.hardware)
+        assert figures is not None
+        predict(reports, plan.model, plan.data, plan.parallel, plan.train, figures)
     shown = [report for report in reports if report["rank"] in ranks]
     for report in shown:
-        report.pop("sent", None)  # no result, but for other ranks
+        report.pop("sent", None)  # no results, but for other ranks
+        report.pop("times", None)
     from llmsuite.plugins.rehearse.show import show_rank
 
     if args.json:

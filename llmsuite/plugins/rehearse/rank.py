@@ -16,13 +16,16 @@ from typing import Any
 import paddle
 
 import llmsuite
+from llmsuite.base import spans
 from llmsuite.contract.registry import Registry
+from llmsuite.engine.model_flops import ModelFlops, StepWork
 from llmsuite.engine.rehearsal import Routing, Sent, StepObserver, rehearse_steps
 from llmsuite.planning.cost import Hardware
 from llmsuite.plugins.rehearse import records as kinds
 from llmsuite.plugins.rehearse.library import loaded_library, reserved_bytes
+from llmsuite.plugins.rehearse.pipeline_times import PassMarks, stage_times
 from llmsuite.plugins.rehearse.records import Places, parse_alive, parse_records, summary
-from llmsuite.plugins.rehearse.timeline import play, prediction, trace_events
+from llmsuite.plugins.rehearse.timeline import figures, play, trace_events
 from llmsuite.recipe.resolve import RunPlan
 
 NUM_STEPS = 3
@@ -38,20 +41,25 @@ _RARE = 1 << kinds.UPLOAD | 1 << kinds.READ | 1 << kinds.COPY | 1 << kinds.WAIT
 class _Counter(StepObserver):
     """Counts what the device is given."""
 
-    def __init__(self, directory: Path, device: Hardware | None, devices_per_machine: int):
+    def __init__(
+        self, directory: Path, device: Hardware | None, devices_per_machine: int, model_flops: ModelFlops | None
+    ):
         """
         Args:
             directory: to write files into.
             device: figures by which the step is played; None where it is only counted.
             devices_per_machine: ranks of a machine.
+            model_flops: of the run; None where they are not known.
         """
         self.report: dict[str, Any] = {"steps": 0}
         self._device = device
+        self._model_flops = model_flops
         self._devices_per_machine = devices_per_machine
         self._directory = directory
         self._places = Places()
         self._library = loaded_library()
         self._library.rehearse_await_peak.argtypes = [ctypes.c_int64]
+        self._library.rehearse_num_records.restype = ctypes.c_int64
         self._locate = _LOCATE(lambda kind: self._places.current())  # kept: the device calls it
         self._library.rehearse_locate(self._locate, _RARE | 1 << kinds.ALLOCATION)
 
@@ -70,7 +78,13 @@ class _Counter(StepObserver):
             self._library.rehearse_await_peak(self.report["peak_bytes"])
         self._library.rehearse_forget_records()
         paddle.device.reset_max_memory_allocated()
-        yield
+        marks = PassMarks(lambda: int(self._library.rehearse_num_records()))
+        if number == _COUNTED:
+            spans.record(marks)
+        try:
+            yield
+        finally:
+            spans.record(None)
         self.report["steps"] = number
         peak = int(paddle.device.max_memory_allocated())
         if number < _COUNTED:
@@ -78,20 +92,27 @@ class _Counter(StepObserver):
         elif number == _COUNTED:
             self.report["peak_bytes"] = peak
             _, self.report["reserved_bytes"], self.report["host_bytes"] = reserved_bytes()
-            self._count()
+            self._count(marks)
         if number == _LOCATED:
             self._note_alive()
 
-    def _count(self) -> None:
+    def worked(self, number: int, work: StepWork) -> None:
+        """Note the work of a step, over the ranks that share its samples."""
+        if number == _COUNTED:
+            self.report["tokens"] = int(sum(lengths.sum() for lengths in work.document_lengths))
+            self.report["model_flops"] = 0.0 if self._model_flops is None else self._model_flops.of(work)
+
+    def _count(self, marks: PassMarks) -> None:
         """Count the step, and play it on the device."""
         self._library.rehearse_write_records(str(self._directory / "records").encode())
         with open(self._directory / "records", encoding="utf-8") as lines:
             records = parse_records(lines, self._places, group_names())
         self.report |= summary(records)
         if self._device is not None:
-            timeline = play(records, self._device, self._devices_per_machine)
-            flops = self.report["flops"]
-            self.report["predicted"] = prediction(timeline, flops, self.report["host_seconds"], self._device)
+            timeline = play(records, self._device, self._devices_per_machine, marks=marks.records)
+            self.report["predicted"] = figures(timeline, self.report["host_seconds"])
+            times = stage_times(marks.names, timeline.marks, timeline.seconds)
+            self.report["times"] = dataclasses.asdict(times)
             events = trace_events(int(os.environ.get("PADDLE_TRAINER_ID", "0")), timeline)
             (self._directory / "trace.json").write_text(json.dumps(events), encoding="utf-8")
 
@@ -134,7 +155,8 @@ def run_rank(
         The exit code: 1 where it did not reach the end of a step.
     """
     plan.parallel.device.factory().activate(0)  # before the first record
-    counter = _Counter(directory, device, plan.parallel.devices_per_machine)
+    model_flops = ModelFlops.from_plans(plan.model, plan.parallel, plan.train)
+    counter = _Counter(directory, device, plan.parallel.devices_per_machine, model_flops)
     code = 0
     try:
         own = rehearse_steps(plan, registry, NUM_STEPS, counter, sent, routing)

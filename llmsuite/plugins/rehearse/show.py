@@ -42,7 +42,7 @@ def show_rank(report: Mapping[str, Any], strategy: str, memory: int | None) -> I
         f"processor ({each:.0f} us a launch)"
     )
     if "predicted" in report:
-        yield from _show_times(report["predicted"], report["flops"])
+        yield from _show_times(report["predicted"])
     for kind in ("reads", "waits", "uploads"):
         yield from _show_places(kind, report[kind])
     if report["messages"]:
@@ -57,12 +57,18 @@ def _short(group: str) -> str:
     return group if len(ranks) <= _NUM_SHOWN else f"{','.join(ranks[:_NUM_SHOWN])} and {len(ranks) - _NUM_SHOWN} more"
 
 
-def _show_times(found: Mapping[str, Any], flops: float) -> Iterator[str]:
-    seconds = found["step_seconds"]
+def _show_times(found: Mapping[str, Any]) -> Iterator[str]:
+    if "step_seconds" in found:  # no other rank has failed
+        waits = ""
+        if found["bubble"]:
+            waits = f"; stages of the pipeline wait for {found['bubble']:.1%} of its passes"
+        yield (
+            f"  predicted: {found['step_seconds']:.3f} s a step, MFU {found['mfu']:.1%}, "
+            f"{found['tokens_per_second']:,.0f} tokens/s a device{waits}"
+        )
     yield (
-        f"  predicted: {seconds:.3f} s a step, {flops / seconds / 1e12:.0f} TFLOPS, MFU {found['mfu']:.1%}; the device "
-        f"is busy for {found['busy_seconds']:.3f} s, messages take {found['message_seconds']:.3f} s, the host waits "
-        f"for {found['waited_seconds']:.3f} s"
+        f"    this rank alone {found['alone_seconds']:.3f} s; the device is busy for {found['busy_seconds']:.3f} s, "
+        f"messages take {found['message_seconds']:.3f} s, the host waits for {found['waited_seconds']:.3f} s"
     )
     if found["is_launch_bound"]:
         times = found["host_seconds"] / max(found["busy_seconds"], 1e-9)

@@ -65,6 +65,8 @@ class Timeline:
     """Until the host has launched everything and all streams are done."""
     waited: float
     """Seconds that the host waits for the device."""
+    marks: list[float] = dataclasses.field(default_factory=list)
+    """When the host and all streams are done with the records before each mark."""
 
     @property
     def busy(self) -> float:
@@ -89,6 +91,11 @@ class _Clock:
         self.streams: dict[int, float] = collections.defaultdict(float)
         self.events: dict[int, float] = collections.defaultdict(float)
 
+    @property
+    def done(self) -> float:
+        """When the host and all streams are done with what they have."""
+        return max([self.host, *self.streams.values()])
+
     def wait(self, until: float) -> None:
         """The host waits."""
         self.waited += max(0.0, until - self.host)
@@ -104,20 +111,31 @@ class _Clock:
             self.wait(self.streams[record.stream])
 
 
-def play(records: Sequence[Record], device: Hardware, devices_per_machine: int, rates: Rates | None = None) -> Timeline:
-    """Play a step. Other ranks are taken to be there at once, so a pipeline has no bubbles.
+def play(
+    records: Sequence[Record],
+    device: Hardware,
+    devices_per_machine: int,
+    rates: Rates | None = None,
+    marks: Sequence[int] = (),
+) -> Timeline:
+    """Play a step of one rank. Other ranks are taken to be there at once; `pipeline_times` has the stages of a pipeline
+    wait for each other.
 
     Args:
         records: of the step, in their order.
         device: figures of its device.
         devices_per_machine: ranks with a link of `Hardware.local` between them.
         rates: what of these figures is reached.
+        marks: numbers of records, ascending, before which the time is noted.
     """
     rates = rates or Rates()
     clock = _Clock()
     spans = []
+    times: list[float] = []
     before = records[0].host_seconds if records else 0.0
-    for record in records:
+    for number, record in enumerate(records):
+        while len(times) < len(marks) and marks[len(times)] <= number:
+            times.append(clock.done)
         clock.host += record.host_seconds - before
         before = record.host_seconds
         if record.kind == WAIT:
@@ -131,7 +149,8 @@ def play(records: Sequence[Record], device: Hardware, devices_per_machine: int, 
             start = max(clock.host, clock.streams[record.stream])
             clock.streams[record.stream] = start + seconds
             spans.append(Span(record.name, record.stream, clock.host, start, seconds, record.kind == MESSAGE))
-    return Timeline(spans, max([clock.host, *clock.streams.values()]), clock.waited)
+    times += [clock.done] * (len(marks) - len(times))
+    return Timeline(spans, clock.done, clock.waited, times)
 
 
 def _seconds(record: Record, device: Hardware, devices_per_machine: int, rates: Rates) -> float:
@@ -156,22 +175,19 @@ def ranks_of(group: str) -> list[int]:
     return [int(word) for word in words] if all(word.isdecimal() for word in words) else []
 
 
-def prediction(timeline: Timeline, flops: float, host_seconds: float, device: Hardware) -> dict[str, Any]:
-    """The figures of a step.
+def figures(timeline: Timeline, host_seconds: float) -> dict[str, Any]:
+    """The figures of a step of one rank.
 
     Args:
         timeline: the step, played.
-        flops: of the step on this rank.
         host_seconds: processor time of the host.
-        device: figures of its device.
     """
     return {
-        "step_seconds": timeline.seconds,
+        "alone_seconds": timeline.seconds,
         "busy_seconds": timeline.busy,
         "message_seconds": timeline.of_messages,
         "waited_seconds": timeline.waited,
         "host_seconds": host_seconds,
-        "mfu": flops / device.flops / timeline.seconds if timeline.seconds else 0.0,
         "is_launch_bound": host_seconds > timeline.busy,
     }
 

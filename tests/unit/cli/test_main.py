@@ -325,3 +325,59 @@ def test_what_a_model_would_be_read_for_in_vain_is_refused(run: Run, words: tupl
     code, out, err = run(command, "no-model", *options)
     assert (code, out) == (2, "")
     assert err.startswith(says)
+
+
+RECIPE_COMMAND = """
+import llmsuite
+from llmsuite.contract.hookspecs import Command
+
+
+def add_arguments(parser):
+    parser.add_argument("recipe", type=str, help="a recipe")
+    parser.add_argument("--loud", action="store_true", help="in capitals")
+
+
+def run(args, registry):
+    text = f"{args.recipe} {args.overrides}"
+    print(text.upper() if args.loud else text)
+    return 3
+
+
+@llmsuite.hookimpl
+def llmsuite_register_recipe_commands():
+    return [Command(name="shout", help="say it", add_arguments=add_arguments, run=run, takes_overrides=True)]
+"""
+
+
+def test_a_plugin_adds_a_subcommand_of_recipe(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "shouting.py"
+    file.write_text(RECIPE_COMMAND)
+    plugin = f"--plugin={file}"
+    assert run("recipe", "shout", "a.json", "--loud", "--seed=3", plugin) == (3, "A.JSON ['--SEED=3']\n", "")
+    assert run("recipe", "shout", plugin)[::2] == (
+        2,
+        "recipe: RECIPE is missing. For help: llmsuite recipe --help\n  RECIPE: a recipe\n",
+    )
+    code, out, _ = run("recipe", "shout", "--help", plugin)
+    assert (code, "say it" in out, "--loud" in out) == (0, True, True)
+    assert "shout: say it" in " ".join(run("recipe", "--help", plugin)[1].split())
+    assert "expected one of new, " in run("recipe", "wisper", plugin)[2]
+    assert run("recipe", "shout", "a.json")[0] == 2  # without the plugin
+
+
+@pytest.mark.parametrize("name", ["new", "from-here", "two words", "--loud"])
+def test_a_subcommand_of_recipe_has_a_name_of_its_own(run: Run, tmp_path: Path, name: str) -> None:
+    file = tmp_path / f"shouting_{name.encode().hex()}.py"  # each test needs a module of its own
+    file.write_text(RECIPE_COMMAND.replace('"shout"', repr(name)))
+    code, _, err = run("recipe", "shout", "a.json", f"--plugin={file}")
+    assert code == 2
+    assert f"a subcommand of `llmsuite recipe` cannot be called {name!r}" in err
+
+
+def test_a_subcommand_of_recipe_that_does_not_work_is_named(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "shouting_not.py"
+    file.write_text(RECIPE_COMMAND.replace("    parser.add", "    1 / 0\n    parser.add", 1))
+    code, _, err = run("recipe", "shout", "a.json", f"--plugin={file}")
+    assert code == 2
+    assert "recipe command 'shout'" in err
+    assert "ZeroDivisionError" in err

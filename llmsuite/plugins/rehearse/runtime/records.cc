@@ -126,6 +126,12 @@ EXPORTED void rehearse_forget_records() {
   records.clear();
 }
 
+// The number of records so far.
+EXPORTED int64_t rehearse_num_records() {
+  std::lock_guard<std::mutex> lock(rehearse::mutex);
+  return static_cast<int64_t>(records.size());
+}
+
 // When so many bytes are allocated, what is alive is noted: once, for `rehearse_write_peak`.
 EXPORTED void rehearse_await_peak(int64_t bytes) {
   std::lock_guard<std::mutex> lock(rehearse::mutex);

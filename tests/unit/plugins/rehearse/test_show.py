@@ -56,3 +56,31 @@ def test_the_line_of_an_error_is_shown() -> None:
     assert "79.00 of 80.0 GiB are allocated" in text
     assert "the peak holds" in text
     assert "runs to its end" not in text
+
+
+PREDICTED = {
+    "alone_seconds": 1.5,
+    "busy_seconds": 1.25,
+    "message_seconds": 0.25,
+    "waited_seconds": 0.5,
+    "host_seconds": 2.5,
+    "is_launch_bound": True,
+}
+
+
+def test_predicted_times_are_those_of_the_run_and_of_the_rank() -> None:
+    of_run = {"step_seconds": 2.0, "bubble": 0.25, "mfu": 0.456, "tokens_per_second": 5762.0}
+    text = "\n".join(show_rank({**REPORT, "predicted": {**PREDICTED, **of_run}}, "pp2", None))
+    assert (
+        "predicted: 2.000 s a step, MFU 45.6%, 5,762 tokens/s a device; stages of the pipeline wait for 25.0%" in text
+    )
+    assert "this rank alone 1.500 s; the device is busy for 1.250 s, messages take 0.250 s, the host waits for" in text
+    assert "launch-bound: a host as fast as this one needs 2.0 times as long as the device" in text
+    without = "\n".join(show_rank({**REPORT, "predicted": {**PREDICTED, **of_run, "bubble": 0.0}}, "tp2", None))
+    assert "tokens/s a device\n" in without
+
+
+def test_a_rank_beside_a_failed_one_has_only_times_of_its_own() -> None:
+    text = "\n".join(show_rank({**REPORT, "predicted": PREDICTED}, "pp2", None))
+    assert "this rank alone 1.500 s" in text
+    assert "predicted:" not in text

@@ -9,7 +9,7 @@ import pytest
 from llmsuite.planning.cost import Hardware
 from llmsuite.plugins.rehearse import records as kinds
 from llmsuite.plugins.rehearse.records import Record
-from llmsuite.plugins.rehearse.timeline import Rates, Timeline, play, prediction, ranks_of, trace_events
+from llmsuite.plugins.rehearse.timeline import Rates, Timeline, figures, play, ranks_of, trace_events
 
 DEVICE = Hardware(flops=100.0, memory=1.0, local=10.0, network=1.0, memory_bandwidth=50.0)
 RATES = Rates(1.0, 1.0, 1.0, kernel_seconds=0.5, message_seconds=1.0, host_link=4.0, copy_seconds=0.25)
@@ -91,10 +91,16 @@ def test_copies_of_the_host_pass_its_link() -> None:
 
 def test_a_step_that_waits_for_launches_is_said_to() -> None:
     timeline = played(record(kinds.KERNEL, flops=200.0))
-    found = prediction(timeline, 200.0, 3.0, DEVICE)
-    assert (found["step_seconds"], found["mfu"], found["is_launch_bound"]) == (2.0, 1.0, True)
-    assert not prediction(timeline, 200.0, 1.0, DEVICE)["is_launch_bound"]
-    assert prediction(played(), 0.0, 0.0, DEVICE)["mfu"] == 0.0
+    found = figures(timeline, 3.0)
+    assert (found["alone_seconds"], found["busy_seconds"], found["is_launch_bound"]) == (2.0, 2.0, True)
+    assert not figures(timeline, 1.0)["is_launch_bound"]
+    assert figures(played(), 0.0)["alone_seconds"] == 0.0
+
+
+def test_marks_are_when_all_before_them_is_done() -> None:
+    steps = [record(kinds.KERNEL, 1, flops=400.0), record(kinds.KERNEL, 2, flops=100.0, host=0.5)]
+    found = play([*steps, record(kinds.KERNEL, 2, flops=600.0, host=0.5)], DEVICE, 8, RATES, [0, 1, 1, 2, 3])
+    assert found.marks == [0.0, 4.0, 4.0, 4.0, 7.5]
 
 
 def test_groups_have_ranks() -> None:
