@@ -18,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from llmsuite.base.errors import UserError
 from llmsuite.base.files import read_json_object, sha256_of
 from llmsuite.base.safe_files import is_file
+from llmsuite.checkpoint.awq import AwqFormat, AwqTensors
 from llmsuite.checkpoint.expected_tensor import FLOATS, ExpectedTensor
 from llmsuite.checkpoint.fp8 import Fp8Format, Fp8Tensors
 from llmsuite.checkpoint.fused import Heads, UnfusedTensors, is_fused
@@ -246,7 +247,7 @@ def read_config(path: Path, families: Mapping[str, ModelFamily]) -> tuple[ModelF
     if not isinstance(data.get("quantization_config"), dict | None):
         raise UserError(f"{where}: quantization_config is {_short(data['quantization_config'])}; an object is needed")
     with _of_file(where):
-        if has_scales(path) or Fp8Format.of(data) or GptqFormat.of(data):
+        if has_scales(path) or Fp8Format.of(data) or GptqFormat.of(data) or AwqFormat.of(data):
             data.pop("quantization_config", None)  # the tensors are dequantised when they are read
         for family in families.values():
             if model_type in family.hf_model_types:
@@ -325,6 +326,9 @@ def _open_tensors(path: Path, check: bool) -> TensorSource:
     gptq = GptqFormat.of(config)
     if gptq:
         return GptqTensors(files, gptq)
+    awq = AwqFormat.of(config)
+    if awq:
+        return AwqTensors(files, awq)
     name_of = {files.spec(name).dtype: name for name in files.names}
     if INT8 in name_of:
         raise UserError(f"{path}: {name_of[INT8]!r} is int8, and there is no {Int8Tensors.STEM}{SUFFIX} with its scale")

@@ -98,7 +98,11 @@ def _read(
     model = str(flat.get(suite.model_key) or "")
     if not model:
         raise UserError(f"{name}: has no {suite.model_key}")
-    spec = registry.models[family] if family is not None else family_of(model, registry, suite.model_key)
+    spec = (
+        registry.models[family]
+        if family is not None
+        else family_of(model, registry, suite.model_key, suite.reads_codes)
+    )
     run = Run(suite, Arguments(dict(flat)), name, registry, stage, spec, num_devices)
     report = run.result
     report.recipe = suite.recipe(run)

@@ -310,4 +310,5 @@ LLAMA_FACTORY = Suite(
     refused=llamafactory_arguments.REFUSED,
     ignored=llamafactory_arguments.IGNORED,
     translations=llamafactory_arguments.TRANSLATIONS,
+    reads_codes=True,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from llmsuite.base.safe_files import exists
-from llmsuite.plugins.suites.conversion.family import preset_of
+from llmsuite.plugins.suites.conversion.family import is_quantised, preset_of
 from llmsuite.plugins.suites.suite import Run
 
 
@@ -22,12 +22,22 @@ def model(run: Run, tokenizer: str | None = None, hub: str = "") -> dict[str, An
     found: dict[str, Any] = {"family": run.family.name, "weights": name if is_local else f"{hub}{name}"}
     if tokenizer not in (None, name):
         found["tokenizer"] = tokenizer
+    if is_quantised(name):
+        _check_codes(run, name)
     run.preset = preset_of(name, run.family)
     if run.preset is not None:
         found["preset"] = run.preset
     else:
         run.note(f"model.preset: none is known for {name}; checks need its config.json, in model.weights")
     return found
+
+
+def _check_codes(run: Run, name: str) -> None:
+    """Refuse a model in codes of GPTQ or AWQ, unless adapters are trained on its matrices as they are."""
+    if not run.suite.reads_codes or run.stage != "lora":
+        run.refuse(run.suite.model_key, name, "its matrices are quantised; only sft with adapters trains on them")
+    run.note("model.weights: matrices are read as the values of their codes, so they need the memory of the precision; "
+             "their products are rounded as those of other matrices")  # fmt: skip
 
 
 def revision(run: Run, found: dict[str, Any], hub: str = "") -> None:
@@ -108,6 +118,8 @@ def bits(run: Run, four: bool, eight: tuple[str, Any], kind: tuple[str, str], do
         kind: name and value of the argument for nf4 or fp4.
         doubled: True for double quantisation, which also quantises the scales.
     """
+    if (four or eight[1]) and is_quantised(str(run.given(run.suite.model_key))):
+        run.refuse(*(eight if eight[1] else kind), "the model is quantised already")
     if eight[1] and not four:
         if run.has_experts:
             why = "which matrices of experts are in 8 bits depends on the version of transformers"

@@ -44,6 +44,8 @@ class Suite:
     """Returns the arguments in a shell script; None if the suite is not used by scripts."""
     rollout_stages: tuple[str, ...] = ()
     """Stages with rollouts that its files can be converted to."""
+    reads_codes: bool = False
+    """True if the suite trains adapters of models in codes of GPTQ or AWQ, as they are published."""
     programs: Mapping[str, Suite] = dataclasses.field(default_factory=dict)
     """Descriptions of the suite's other programs, which have other arguments, by the first word of `command`."""
 

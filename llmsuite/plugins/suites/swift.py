@@ -13,6 +13,7 @@ from llmsuite.base.errors import UserError
 from llmsuite.base.safe_files import exists, read_regular
 from llmsuite.plugins.suites import grpo, model, swift_arguments, swift_templates, trainer
 from llmsuite.plugins.suites.conversion.arguments import read_command
+from llmsuite.plugins.suites.conversion.family import is_quantised, unquantised
 from llmsuite.plugins.suites.conversion.kinds import ONE_OR_MAPPING, WORDS, is_on
 from llmsuite.plugins.suites.suite import Run, Suite
 from llmsuite.plugins.suites.swift_data_sets import OWN_RULES, own_format
@@ -240,6 +241,8 @@ def hub_of(run: Run) -> str:
 def precision(run: Run) -> str:
     """Return the precision of `torch_dtype`."""
     dtype = run.take("torch_dtype")
+    if dtype is None and is_quantised(str(run.given(run.suite.model_key))):
+        run.refuse("torch_dtype", "not given", "that of quantised models depends on the version; set it to bfloat16")
     if dtype not in _TO_16_BITS:
         run.refuse("torch_dtype", dtype, "engine.precision has fp32, bf16 and fp16")
     return _TO_16_BITS.get(dtype, "bf16")
@@ -393,7 +396,7 @@ def _system(run: Run) -> dict[str, Any]:
     given = run.given("system")
     if isinstance(given, str) and given.endswith(".txt"):
         return _system_file(run, given)
-    weights = str(run.given(run.suite.model_key))
+    weights = unquantised(str(run.given(run.suite.model_key)))
     found = model.system(run, "system", not swift_templates.has_no_system(weights))
     return {key: text.replace("\\n", "\n") for key, text in found.items()}
 
@@ -652,6 +655,7 @@ SWIFT = Suite(
     refused=swift_arguments.REFUSED,
     ignored=swift_arguments.IGNORED,
     translations=swift_arguments.TRANSLATIONS,
+    reads_codes=True,
     flatten=_flatten,
     read_shell=read_shell,
     rollout_stages=("grpo",),

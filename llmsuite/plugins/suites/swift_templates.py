@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from llmsuite.plugins.suites.conversion.family import unquantised
 from llmsuite.plugins.suites.conversion.kinds import is_on
 from llmsuite.plugins.suites.suite import Run
 
@@ -52,7 +53,7 @@ def has_no_system(model: str) -> bool:
 def template(run: Run) -> dict[str, Any]:
     """Return `data.chat_template`; refuse templates, and models whose template of ms-swift is not known to be that of
     the tokenizer or a built-in one. Takes the values of `loss_scale` that the template expresses."""
-    weights = str(run.given(run.suite.model_key))
+    weights = unquantised(str(run.given(run.suite.model_key)))
     given = run.take("template")
     if run.section == "sft":
         text = _text(run, weights) if given is None else _named_text(given, weights)

@@ -48,6 +48,7 @@ CHECKS = {
         "GPTQ of 4 or 8 bits",
         "words are int32, whole outputs in each; zeros and scales of each group; scales finite; groups in range",
     ),
+    "awq": ("AWQ of 4 bits", "words are int32; zeros and scales of each group of whole size; scales finite"),
     "int8": (
         "int8 of quantisation-aware training",
         "a scale for each output, finite; that of inputs is one number above 0",

@@ -32,7 +32,7 @@ from llmsuite.data.chat_template import tokenizer_template
 from llmsuite.data.special_tokens import role_ids
 from llmsuite.inference.load import parameter_shapes
 from llmsuite.inference.sampling_defaults import read_defaults
-from tests.support import fp8_model, tiny_llama
+from tests.support import awq_files, fp8_model, tiny_llama
 from tests.support.gptq_files import publish
 from tests.support.tiny_llama import CONFIG, FAMILIES
 from tests.tools.lies.base import Layout, Read, lie_in_bytes, lie_in_tree
@@ -122,6 +122,10 @@ def make_fp8(directory: Path, base: Path) -> None:
 
 def make_gptq(directory: Path, base: Path) -> None:
     publish(directory, group_size=32)
+
+
+def make_awq(directory: Path, base: Path) -> None:
+    awq_files.publish(directory, group_size=32)
 
 
 def make_int8(directory: Path, base: Path) -> None:
@@ -246,6 +250,7 @@ LAYOUTS = {
     "committed": Layout(make_committed, (read_model, read_manifest_of)),
     "fp8": Layout(make_fp8, (read_model,)),
     "gptq": Layout(make_gptq, (read_model,)),
+    "awq": Layout(make_awq, (read_model,)),
     "int8": Layout(make_int8, (read_model,)),
     "lora": Layout(make_lora, (read_adapter,)),
     "lokr": Layout(make_lokr, (read_adapter,)),

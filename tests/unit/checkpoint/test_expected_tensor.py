@@ -20,7 +20,7 @@ from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.checkpoint.reft_dir import open_interventions
 from llmsuite.checkpoint.stored import read_header
 from llmsuite.checkpoint.tensors import Int8Tensors, TensorFiles, TensorSpec
-from tests.support import fp8_model, tiny_llama
+from tests.support import awq_files, fp8_model, tiny_llama
 from tests.support.gptq_files import publish
 from tests.support.tiny_llama import CONFIG, FAMILIES
 from tests.tools.lies.tensors import make_reft, packed_safetensors
@@ -130,6 +130,7 @@ def _int8(directory: Path) -> None:
 
 SCALED = {
     "gptq": (lambda directory: publish(directory, group_size=32), "scales"),
+    "awq": (lambda directory: awq_files.publish(directory, group_size=32), "scales"),
     "fp8": (lambda directory: fp8_model.publish(directory, FAMILIES["llama"], CONFIG, (8, 8)), "weight_scale_inv"),
     "int8": (_int8, "weight_scale"),
     "int8, of inputs": (_int8, "input_scale"),

@@ -44,21 +44,37 @@ _MODEL_TYPES = (
     (r"gpt", "gpt2"),
 )
 
+_QUANTISED = re.compile(r"-(gptq(-int[48])?|awq)(?=/?$)", re.IGNORECASE)
+"""End of the name of a published model whose matrices are stored in codes that are read here."""
 _SUFFIXES = re.compile(r"^meta-|-(instruct|thinking|chat|hf|base|en|bf16|fp16)\b", re.IGNORECASE)
 
 
-def family_of(model: str, registry: Registry, key: str = "model_name_or_path") -> ModelFamily:
+def is_quantised(model: str) -> bool:
+    """Return True for the name of a model whose matrices are published in codes of GPTQ or AWQ."""
+    return _QUANTISED.search(model) is not None
+
+
+def unquantised(model: str) -> str:
+    """Return the name of the model that one in codes of GPTQ or AWQ was made from; other names as they are."""
+    return _QUANTISED.sub("", model)
+
+
+def family_of(
+    model: str, registry: Registry, key: str = "model_name_or_path", reads_codes: bool = False
+) -> ModelFamily:
     """Return the family of a model.
 
     Args:
         model: name or directory of the model.
         registry: registered families.
         key: argument that names the model, for messages.
+        reads_codes: True if the model may be one in codes of GPTQ or AWQ.
 
     Raises:
         UserError: no family supports the model, or neither its name nor a local config.json determines its type.
     """
-    kind = next((kind for pattern, kind in _MODEL_TYPES if re.search(pattern, model, re.IGNORECASE)), None)
+    name = unquantised(model) if reads_codes else model
+    kind = next((kind for pattern, kind in _MODEL_TYPES if re.search(pattern, name, re.IGNORECASE)), None)
     kind = kind or _type_in(Path(model) / "config.json")
     if kind is None:
         raise UserError(

@@ -11,6 +11,7 @@ import pytest
 
 from llmsuite.base.errors import UserError
 from llmsuite.cli.main import main
+from tests.support import awq_files
 from tests.support.llamafactory import ACTION, DPO, FULL, SFT
 from tests.support.marked import marked
 from tests.unit.plugins.suites.conftest import Converted
@@ -61,6 +62,15 @@ def test_pure_bf16(converted: Converted) -> None:
         assert found.recipe["train"]["master_weights"] is False
         assert [note for note in found.notes if "adamw_torch_fused, which is the default" in note]
     assert "master_weights" not in converted(ACTION, {**SFT, "pure_bf16": False}).recipe["train"]
+
+
+def test_adapters_on_quantised_weights(converted: Converted, tmp_path: Path) -> None:
+    """Adapters are trained on the values of the codes, which are not quantised again."""
+    awq_files.publish(tmp_path / "tiny-llama-AWQ", group_size=32)
+    values = {**SFT, "model_name_or_path": f"{tmp_path}/tiny-llama-AWQ", "cutoff_len": 64}
+    found = converted(ACTION, values).recipe
+    assert found["model"] == {"family": "llama", "weights": f"{tmp_path}/tiny-llama-AWQ"}
+    assert found["lora"] == {"rank": 16, "alpha": 32.0}
 
 
 def test_dpo_becomes_a_recipe(converted: Converted) -> None:
@@ -186,7 +196,17 @@ NOT_THE_SAME: list[tuple[dict[str, Any], str]] = [
     ({**SFT, "tensor_model_parallel_size": 1}, "its Megatron engines put adapters"),
     ({**SFT, "model_name_or_path": "Qwen/Qwen3-VL-4B-Instruct"}, "of type for images or sound"),
     ({**SFT, "model_name_or_path": "Qwen/Qwen3.5-4B"}, "of type qwen3_5"),
-    ({**SFT, "model_name_or_path": "x/Llama-3-8B-GPTQ"}, "of type quantised already"),
+    ({**SFT, "model_name_or_path": "x/Llama-3-8B-AQLM-2Bit"}, "of type quantised already"),
+    ({**SFT, "model_name_or_path": "x/Llama-3-8B-FP8"}, "of type quantised already"),
+    (
+        {**SFT, "model_name_or_path": "x/Llama-3-8B-GPTQ", "finetuning_type": "full"},
+        "model_name_or_path = x/Llama-3-8B-GPTQ: its matrices are quantised; only sft with adapters",
+    ),
+    ({**DPO, "model_name_or_path": "x/Llama-3-8B-AWQ"}, "its matrices are quantised; only sft with adapters"),
+    (
+        {**SFT, "model_name_or_path": "x/Llama-3-8B-GPTQ-Int4", "quantization_bit": 4},
+        "quantization_type = nf4: the model is quantised already",
+    ),
     ({**SFT, "do_train": False}, "do_train is not true, so nothing is trained"),
     ({"model": "Qwen/Qwen3-8B", "train_dataset": "x"}, "the keys of LLaMA-Factory's engine v1"),
     ({"do_train": True, "dataset": "x"}, "has no model_name_or_path"),

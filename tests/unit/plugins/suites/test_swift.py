@@ -9,6 +9,9 @@ import pytest
 
 from llmsuite.base.errors import UserError
 from llmsuite.cli.main import main
+from llmsuite.contract.registry import Registry
+from llmsuite.plugins.suites.convert import convert
+from llmsuite.plugins.suites.known import SUITES
 from llmsuite.plugins.suites.swift import read_shell
 from tests.support.swift import BARE, FULL, RLHF
 from tests.unit.plugins.suites.conftest import Converted
@@ -51,6 +54,15 @@ def test_sft_by_its_defaults(converted: Converted) -> None:
         "lora": {"rank": 8, "alpha": 32.0, "dropout": 0.05}, "checkpoint": {"save_steps": 500},
         "device": "gpu", "seed": 42, "output_dir": "runs/x",
     }  # fmt: skip
+
+
+def test_quantised_weights_have_the_template_of_their_model(registry: Registry) -> None:
+    values = {**BARE, "model": "Qwen/Qwen2.5-7B-Instruct-AWQ", "torch_dtype": "bfloat16"}
+    found = convert(SUITES[ACTION], values, "x.yaml", registry).recipe
+    assert found["model"] == {"family": "qwen", "weights": "ms:Qwen/Qwen2.5-7B-Instruct-AWQ"}, "no preset: padded sizes"
+    assert "chat_template" not in found["data"]
+    with pytest.raises(UserError, match="torch_dtype = not given: that of quantised models depends on the version"):
+        convert(SUITES[ACTION], {**values, "torch_dtype": None}, "x.yaml", registry)
 
 
 def test_whole_models_and_batches(converted: Converted) -> None:
