@@ -197,6 +197,8 @@ class Interrupts:
 
     def _repeat(self, words: list[str], place: Path) -> None:
         """Give a command again. Raises Wrong where it fails, but for an output that it had written."""
+        if words[0] == "run" and place.exists():  # answers that are there already are kept
+            words = [*words, "--resume"]
         process, mark = self._start(words)
         output = wait_for_all(process, mark, MOST_SECONDS)
         if process.returncode != 0 and not (place.exists() and "exists" in output):
