@@ -37,6 +37,8 @@ from tests.tools.faults import MARK, Wrong, wait_for_all
 INTERRUPTED = 130
 MOST_SECONDS = 120.0
 """From the last signal to the end: after a single one a run finishes its step and saves."""
+WHOLE_SECONDS = 900.0
+"""Of a run or command that is left alone, on a machine that others use too."""
 LONGEST_GAP = 0.5
 """Seconds between two signals."""
 COMMAND_SHARE = 0.4
@@ -162,7 +164,7 @@ class Interrupts:
             return
         process, mark = self._start(words)
         begun = time.monotonic()
-        output = wait_for_all(process, mark, MOST_SECONDS)
+        output = wait_for_all(process, mark, WHOLE_SECONDS)
         if process.returncode != 0:
             raise Wrong(f"lost: {name}: exit code {process.returncode} without a signal\n{output}")
         self.seconds[name] = time.monotonic() - begun
