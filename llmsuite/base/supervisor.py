@@ -138,7 +138,7 @@ class SupervisedProcess:
         self._process.send_signal(signal.SIGINT)
 
     def kill(self) -> None:
-        """Send SIGKILL to the command; what it has started is killed behind it."""
+        """Send SIGKILL to the command; then all that it has started is killed."""
         self._process.send_signal(_KILL)
 
     def end(self) -> None:

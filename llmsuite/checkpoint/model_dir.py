@@ -38,9 +38,9 @@ Load = Literal["exact", "known", "any"]
 Layout = Literal["hf", "paddlenlp"]
 """Naming and orientation of matrices in the files."""
 _MAX_SHOWN_CHARS = 100
-"""Of a value that is refused, or a name."""
+"""Characters of a value that is refused, or of a name."""
 _MAX_SHOWN_NAMES = 50
-"""Of tensors that are missing or unexpected."""
+"""Names of missing or unexpected tensors, in a message."""
 
 
 def hf_name(family: ModelFamily, config: Any, theirs: str) -> str | None:

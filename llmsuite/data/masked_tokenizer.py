@@ -8,6 +8,8 @@ from typing import Any
 
 LONG = 8192
 """Characters of a text from which on encoding releases the GIL."""
+MAX_GAPS = 8192
+"""Most ids that a vocabulary may leave out: the library takes time by the square of the tokens that are added."""
 MARK = "\ufdd2"
 """Encloses masks: a Unicode noncharacter, which no text has."""
 
@@ -19,6 +21,12 @@ def ids_of(fast: Any, text: str) -> list[int]:
     # tokenizers 0.21 releases the GIL in the batch call only
     (found,) = fast.encode_batch_fast([text], add_special_tokens=False)
     return list(found.ids)
+
+
+def num_gaps(fast: Any) -> int:
+    """Number of the ids below the highest one that a vocabulary, without its added tokens, leaves out."""
+    ids = fast.get_vocab(with_added_tokens=False).values()
+    return max(ids, default=-1) + 1 - len(ids)
 
 
 class MaskedTokenizer:
@@ -38,21 +46,21 @@ class MaskedTokenizer:
             self._fast.normalizer = fast.normalizer
         if fast.pre_tokenizer is not None:
             self._fast.pre_tokenizer = fast.pre_tokenizer
-        ids = fast.get_vocab(with_added_tokens=False).values()
         added = fast.get_added_tokens_decoder()
-        # new tokens get the ids from len(ids) on: fill the gaps of the vocabulary so that none gets an id in use
-        num_gaps = max(ids, default=-1) + 1 - len(ids)
-        self._fast.add_tokens([AddedToken(f"{MARK}gap{i}{MARK}", normalized=False) for i in range(num_gaps)])
+        # new tokens get the ids from the size of the vocabulary on: fill its gaps so that none gets an id in use
+        fillers = [AddedToken(f"{MARK}gap{i}{MARK}", normalized=False) for i in range(num_gaps(fast))]
         self._ids: dict[int, int] = {}
         """Id of a token in the original tokenizer, by its id in the new one."""
         self._masks: dict[str, str] = {}
+        tokens: dict[int, AddedToken] = {}
         for number, token in sorted(added.items()):
-            mask = token.content
             if token.content in hidden:
                 mask = self._masks[token.content] = f"{MARK}{number}{MARK}"
                 token = AddedToken(mask, normalized=False, lstrip=token.lstrip, rstrip=token.rstrip)
-            self._fast.add_tokens([token])
-            self._ids[self._fast.token_to_id(mask)] = number
+            tokens[number] = token
+        self._fast.add_tokens([*fillers, *tokens.values()])  # together: each call looks at all tokens before
+        for number, token in tokens.items():
+            self._ids[self._fast.token_to_id(token.content)] = number
         self._hidden_ids = {number for number, token in added.items() if token.content in hidden and number != unknown}
         self.normalizes = fast.normalizer is not None and any(
             token.normalized for token in added.values() if token.content in hidden

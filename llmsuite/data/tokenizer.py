@@ -14,7 +14,7 @@ from typing import Any
 from llmsuite.base.errors import UserError
 from llmsuite.base.files import sha256_of
 from llmsuite.base.safe_files import is_dir, is_file, open_regular
-from llmsuite.data.masked_tokenizer import MaskedTokenizer, ids_of
+from llmsuite.data.masked_tokenizer import MAX_GAPS, MaskedTokenizer, ids_of, num_gaps
 from llmsuite.data.special_tokens import CONFIGS, ROLES_WITH_IDS, TokenFiles, looks_special, read_token_files
 from llmsuite.data.tokenizer_probe import PANIC, probe_tokenizer
 
@@ -192,8 +192,9 @@ class TextTokenizer:
         return {number: token for number, token in found.items() if token.content in texts}
 
     def masked(self, hidden: frozenset[str]) -> MaskedTokenizer | None:
-        """Return this tokenizer without some added tokens; None for one that paddlenlp reads."""
-        if not self._fast:
+        """Return this tokenizer without some added tokens; None for one that paddlenlp reads, or whose vocabulary has
+        very many gaps, each of which would need a token."""
+        if not self._fast or num_gaps(self._fast) > MAX_GAPS:
             return None
         unknown = getattr(self._fast.model, "unk_token", self.special_tokens.get("unk_token"))
         return MaskedTokenizer(self._fast, hidden, self._fast.token_to_id(unknown) if unknown else None)

@@ -45,7 +45,7 @@ _PICKLE = "lora_model_state.pdparams"
 _SAVED = re.compile(r"\.modules_to_save(\.default)?|\.base_layer")
 _PLAIN = re.compile(r"[\w.]+")
 _MAX_SHOWN_CHARS = 100
-"""Of a value or a name of a file, in a message."""
+"""Characters of a value or a name of a file, in a message."""
 _WRAPPERS = ("", "base_model.model.", "model.")
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of PEFT's `init_lora_weights` that change the base; PEFT writes `true` once the change is converted back."""

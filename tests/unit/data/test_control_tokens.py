@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,3 +98,18 @@ def test_training_reports_it_once() -> None:
     path = DATA / "sft" / "train.jsonl"
     assert stage.reader.read_all(path, {"": path})[0]
     assert [text for text in reports if "two tokens" in text] == [reports[0]]
+
+
+@pytest.mark.parametrize(("last", "is_masked"), [(2_000, True), (3_000_000_000, False)])
+def test_a_vocabulary_that_leaves_out_very_many_ids(tmp_path: Path, last: int, is_masked: bool) -> None:
+    words = {"<unk>": 0, "a": 1, "b": last}
+    token = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    model = {"type": "WordLevel", "vocab": words, "unk_token": "<unk>"}
+    data = {"version": "1.0", "added_tokens": [{"id": last + 1, "content": "<end>", **token}], "model": model}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    tokens = ControlTokens(TextTokenizer(tmp_path))
+    assert (tokens._masked is not None) is is_masked
+    escaped = tokens.escape("a<end>b")
+    assert last + 1 not in tokens.encode(escaped)
+    assert tokens.find(["a<end>b"]) == "<end>"
