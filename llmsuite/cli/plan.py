@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,8 @@ from llmsuite.base.errors import UserError
 from llmsuite.base.extras import check_plot
 from llmsuite.cli.amounts import Unit, parse_amount
 from llmsuite.contract.registry import Registry
-from llmsuite.contract.schema.degrees import launch_section
 from llmsuite.contract.specs import Command
-from llmsuite.recipe.load import load
-from llmsuite.recipe.resolve import RunPlan, plan_run
+from llmsuite.recipe.resolve import plan_run
 
 _MAX_SHOWN = 10
 
@@ -44,15 +41,15 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.planning.cost import hardware
     from llmsuite.planning.estimate import estimate
     from llmsuite.planning.report import show_plan, show_search
-    from llmsuite.planning.search import search
+    from llmsuite.planning.search import device_words, plan_for_search, search
 
     if args.plot is not None:
         if args.search:
             raise UserError("--plot: shows one plan, not a search; plan one strategy without --search, or leave it out")
         check_plot(Path(args.plot))
-    words = [*_devices(args.devices), *args.overrides]
+    words = [*device_words(args.devices), *args.overrides]
     if args.search and not args.smoke:
-        plan = _for_search(args.recipe, words, registry)
+        plan = plan_for_search(args.recipe, words, registry)
     else:
         plan = plan_run(args.recipe, words, registry, args.smoke)
     plan.check_trains("plan")
@@ -89,28 +86,6 @@ def run(args: Any, registry: Registry) -> int:
     if memory is None or found.peak <= memory:
         return 0
     return 3
-
-
-def _for_search(recipe: str, words: list[str], registry: Registry) -> RunPlan:
-    """The plan of a recipe for one device, but with its launch section: the search sets the degrees, so those of the
-    recipe need not fit the devices."""
-    launch = load(recipe, words, registry).recipe.launch
-    plan = plan_run(recipe, [*words, "--parallel={}", "--launch={}"], registry)
-    recipe_of_all = dataclasses.replace(plan.recipe, launch=launch)
-    return dataclasses.replace(
-        plan,
-        loaded=dataclasses.replace(plan.loaded, recipe=recipe_of_all),
-        parallel=dataclasses.replace(plan.parallel, devices_per_machine=launch.num_devices, num_machines=launch.nnodes),
-    )
-
-
-def _devices(count: int | None) -> list[str]:
-    """The overrides that set the number of devices."""
-    if count is None:
-        return []
-    if count < 1:
-        raise UserError(f"--devices: is {count}; it has to be 1 or more")
-    return [f"--launch.{key}={value}" for key, value in {"nnodes": 1, **launch_section(count)}.items()]
 
 
 def _amount(option: str, text: str | None, unit: Unit) -> float | None:

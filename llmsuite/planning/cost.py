@@ -49,6 +49,8 @@ HARDWARE = {
 }
 
 
+HOST_LINK = 50e9
+"""Bytes/s between a device and its host, over PCIe 5."""
 NAMES = {
     "NVIDIA H100 80GB HBM3": "h100",
     "NVIDIA H800": "h800",

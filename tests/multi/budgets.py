@@ -4,6 +4,7 @@
 or takes more on purpose, write it anew, and look at the difference:
 
     python -m tests.multi.budgets
+    python -m tests.multi.budgets dp8 grpo  # these only
 """
 
 from __future__ import annotations
@@ -24,16 +25,24 @@ MODEL = {
     "tokenizer": "data/tokenizer",
     "config": {"num_hidden_layers": 4},
 }
+EXPERTS = {
+    "family": "qwen_moe",
+    "preset": "qwen3-30b-a3b",
+    "tokenizer": "data/tokenizer",
+    "config": {"num_hidden_layers": 2},
+}
 _LOCATED = ("reads", "waits", "uploads")
 """Figures whose lines are known."""
 _TOKENS = ("recipes/llama/pretrain.json", "--pretrain.split=700,299,1")
 
 
-def case(recipe: Sequence[str], batch: int, num_devices: int, **parallel: Any) -> list[str]:
+def case(
+    recipe: Sequence[str], batch: int, num_devices: int, model: Mapping[str, Any] = MODEL, **parallel: Any
+) -> list[str]:
     """Arguments of the command for one layout. A rank has two micro-batches or more, so that gradients are added up."""
     return [
         *recipe,
-        f"--model={json.dumps(MODEL)}",
+        f"--model={json.dumps(model)}",
         f"--train.global_batch_size={batch}",
         f"--launch.num_devices={num_devices}",
         f"--parallel={json.dumps(parallel)}",
@@ -48,6 +57,8 @@ CASES = {
     "stage3": case(_TOKENS, 16, 8, sharding="stage3"),
     "dpo": case(["recipes/llama/dpo.json"], 2, 1),
     "lora": case(["recipes/llama/lora.json"], 2, 1),
+    "qwen3 ep8": case(["recipes/qwen_moe/pretrain.json"], 16, 8, EXPERTS, expert_parallel_degree=8, sharding="stage1"),
+    "grpo": case(["recipes/llama/grpo.json", "--rollout.num_generations=2"], 4, 1),
 }
 
 
@@ -82,13 +93,16 @@ def reports_in(printed: str) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Write the table."""
-    table = {}
-    for name, words in CASES.items():
+    """Write the table, or the lines of the cases that are named."""
+    names = sys.argv[1:] or list(CASES)
+    table = json.loads(TABLE.read_text()) if sys.argv[1:] else {}
+    for name in names:
+        words = CASES[name]
         command = [sys.executable, "-m", "llmsuite", "rehearse", *words, "--json"]
         printed = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
         table[name] = [taken(report) for report in reports_in(printed)]
         print(f"{name}: {table[name]}", flush=True)
+    table = {name: table[name] for name in CASES}
     TABLE.write_text(json.dumps(table, indent=2) + "\n")
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ from llmsuite.recipe.resolve import RunPlan, plan_run
 
 if TYPE_CHECKING:
     from llmsuite.contract.schema.degrees import Degrees
+    from llmsuite.engine.rehearsal import Routing
+    from llmsuite.planning.cost import Hardware
 
 _DIRECTORY = "LLMSUITE_REHEARSE_DIRECTORY"
 """Environment variable by which the process of a rank knows where its report goes."""
@@ -70,36 +73,25 @@ def add_arguments(parser: Any) -> None:
 
 
 def run(args: Any, registry: Registry) -> int:
-    from llmsuite.plugins.rehearse import device
-
-    if _DEVICE not in registry.devices:
-        registry.require(PluginInfo(_DEVICE, "llmsuite", device.__name__, plugin=device))
-    plan = plan_to_rehearse(args, registry)
-    if _DIRECTORY in os.environ:  # this is the process of a rank
-        return _run_rank(plan, registry, Path(os.environ[_DIRECTORY]), args)
+    plan = plan_to_rehearse(args.recipe, args.overrides, registry)
+    if is_rank():
+        return run_rank_of(plan, registry, args.routing, args.hardware)
     if args.trace is not None and args.hardware is None:
         raise UserError("--trace: shows times, which need --hardware")
     degrees = plan.parallel.degrees
     ranks = ranks_to_rehearse(args.ranks, degrees)
-    memory = None if args.hardware is None else _memory(args.hardware)
+    memory = None if args.hardware is None else int(figures_of(args.hardware).memory)
     plan = fetch_names(plan, registry, lambda text: print(text, file=sys.stderr), loads_model=False)
     plan.check_files(loads_model=False)
     plan.parallel.device.factory().rank_environment(0)  # builds the device once, and says so
-    reports: list[dict[str, Any]] = []
     with scratch_directory("llmsuite-rehearse-") as scratch:
-        for rank in ranks_in_order(ranks, degrees):
-            print(f"rank {rank} of {degrees.num_ranks}", file=sys.stderr, flush=True)
-            sent = sent_to(reports, rank, degrees)
-            reports.append(_rehearse(plan.parallel, rank, scratch / str(rank), memory, sent))
+        reports = rehearse_ranks(plan.parallel, ranks, scratch, memory)
         if args.trace is not None:
             _write_trace(Path(args.trace), scratch, ranks)
     if args.hardware is not None:
-        from llmsuite.planning.cost import hardware
         from llmsuite.plugins.rehearse.predictions import predict
 
-        figures = hardware(args.hardware)
-        assert figures is not None
-        predict(reports, plan.model, plan.data, plan.parallel, plan.train, figures)
+        predict(reports, plan.model, plan.data, plan.parallel, plan.train, figures_of(args.hardware))
     shown = [report for report in reports if report["rank"] in ranks]
     for report in shown:
         report.pop("sent", None)  # no results, but for other ranks
@@ -115,16 +107,25 @@ def run(args: Any, registry: Registry) -> int:
     return 1 if any("error" in report for report in reports) else 0
 
 
-def plan_to_rehearse(args: Any, registry: Registry) -> RunPlan:
+def is_rank() -> bool:
+    """True in the process of a rank that is rehearsed."""
+    return _DIRECTORY in os.environ
+
+
+def plan_to_rehearse(recipe: str, overrides: Sequence[str], registry: Registry) -> RunPlan:
     """The run to rehearse, on the virtual device. Raises UserError where it cannot be."""
-    plan = plan_run(args.recipe, args.overrides, registry)
+    from llmsuite.plugins.rehearse import device
+
+    if _DEVICE not in registry.devices:
+        registry.require(PluginInfo(_DEVICE, "llmsuite", device.__name__, plugin=device))
+    plan = plan_run(recipe, overrides, registry)
     plan.check_trains("rehearse")
     refuse(plan.model, plan.parallel, plan.train)
     # three rollouts, where a rollout has several steps
     steps = {**_STEPS_ONLY, "train.max_steps": _NUM_STEPS * max(1, plan.train.profile.updates)}
     if plan.train.stage.name == "pretrain":
         steps["pretrain.split"] = REMOVE  # it holds samples back for evaluations
-    return plan_run(args.recipe, [*args.overrides, f"--device={_DEVICE}"], registry, layers=[("rehearse", steps)])
+    return plan_run(recipe, [*overrides, f"--device={_DEVICE}"], registry, layers=[("rehearse", steps)])
 
 
 def refuse(model: ModelPlan, parallel: ParallelPlan, train: TrainPlan) -> None:
@@ -142,12 +143,40 @@ def refuse(model: ModelPlan, parallel: ParallelPlan, train: TrainPlan) -> None:
         raise UserError(f"{teacher.key}: is a model with experts, which cannot be rehearsed as a teacher yet")
 
 
-def _memory(name: str) -> int:
+def figures_of(name: str) -> Hardware:
+    """The figures of a device. Raises UserError where it is not known."""
     from llmsuite.planning.cost import hardware
 
     found = hardware(name)
     assert found is not None
-    return int(found.memory)
+    return found
+
+
+def rehearse_ranks(
+    plan: ParallelPlan,
+    ranks: list[int],
+    scratch: Path,
+    memory: int | None,
+    environment: Mapping[str, str] | None = None,
+) -> list[dict[str, Any]]:
+    """Rehearse ranks one after the other, each in a process that runs the command of this one.
+
+    Args:
+        plan: of the run.
+        ranks: to rehearse.
+        scratch: directory for their files, each in a directory of its number.
+        memory: bytes that a rank may take; None for any number.
+        environment: further variables of their processes.
+
+    Returns:
+        Their reports, and those of ranks that send to them.
+    """
+    reports: list[dict[str, Any]] = []
+    for rank in ranks_in_order(ranks, plan.degrees):
+        print(f"rank {rank} of {plan.degrees.num_ranks}", file=sys.stderr, flush=True)
+        sent = sent_to(reports, rank, plan.degrees)
+        reports.append(_rehearse(plan, rank, scratch / str(rank), memory, sent, environment or {}))
+    return reports
 
 
 def ranks_to_rehearse(given: str | None, degrees: Degrees) -> list[int]:
@@ -190,7 +219,12 @@ def sent_to(reports: list[dict[str, Any]], rank: int, degrees: Degrees) -> dict[
 
 
 def _rehearse(
-    plan: ParallelPlan, rank: int, directory: Path, memory: int | None, sent: dict[str, Any]
+    plan: ParallelPlan,
+    rank: int,
+    directory: Path,
+    memory: int | None,
+    sent: dict[str, Any],
+    more: Mapping[str, str],
 ) -> dict[str, Any]:
     """Run one rank in a process of its own; returns its report."""
     from llmsuite.plugins.rehearse.backend import MEMORY
@@ -202,7 +236,7 @@ def _rehearse(
     backend = plan.device.factory()
     # also where a variable is set already: it is for another device
     of_device = {**backend.environment(1), **backend.rank_environment(local_rank)}
-    environment = {**os.environ, **of_device, _DIRECTORY: str(directory)}
+    environment = {**os.environ, **of_device, **more, _DIRECTORY: str(directory)}
     if memory is not None:
         environment[MEMORY] = str(memory)
     if degrees.num_ranks > 1:
@@ -234,20 +268,26 @@ def _write_trace(path: Path, scratch: Path, ranks: list[int]) -> None:
         path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
 
 
-def _run_rank(plan: RunPlan, registry: Registry, directory: Path, args: Any) -> int:
-    """Rehearse the rank of this process."""
+def run_rank_of(plan: RunPlan, registry: Registry, routing: Routing, hardware: str | None) -> int:
+    """Rehearse the rank of this process.
+
+    Args:
+        plan: from `plan_to_rehearse`.
+        registry: registered stages and model families.
+        routing: of tokens to experts.
+        hardware: name of the device by whose figures times are predicted; None for no times.
+    """
     from llmsuite.devices.start import start_paddle
 
+    directory = Path(os.environ[_DIRECTORY])
     start_paddle(plan.parallel.device.factory(), 1, join=True)
     from llmsuite.engine.rehearsal import Sent
-    from llmsuite.planning.cost import hardware
     from llmsuite.plugins.rehearse.rank import run_rank
 
     sent = Sent.from_json(json.loads((directory / "sent.json").read_text(encoding="utf-8")))
-    device = None if args.hardware is None else hardware(args.hardware)
     # nothing is written into the directory of the recipe: a run may lie there
     plan = dataclasses.replace(plan, output_dir=directory / "output")
-    return run_rank(plan, registry, directory, sent, args.routing, device)
+    return run_rank(plan, registry, directory, sent, routing, None if hardware is None else figures_of(hardware))
 
 
 COMMAND = Command(

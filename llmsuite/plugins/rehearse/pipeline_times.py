@@ -27,11 +27,11 @@ class StageTimes:
     """A step of one pipeline stage, in seconds, without waiting for other stages."""
 
     passes: list[float]
-    """Of each pass, in the order of the stage. A pass includes what is done until the next one begins."""
+    """Times of the passes, in the order of the stage. A pass includes what is done until the next one begins."""
     prepasses: float
-    """Of all forward passes before the first of these, which have no backward pass."""
+    """Time of all forward passes before the first of these, which have no backward pass."""
     around: float
-    """Of everything else: before the first pass, and after the last one."""
+    """Time of everything else: before the first pass, and after the last one."""
 
     @property
     def seconds(self) -> float:

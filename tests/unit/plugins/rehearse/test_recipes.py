@@ -3,8 +3,6 @@ tests/multi/test_rehearse_recipes.py."""
 
 from __future__ import annotations
 
-import argparse
-
 import pytest
 
 from llmsuite.base.errors import UserError
@@ -32,13 +30,12 @@ def registry() -> Registry:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_recipes_are_planned_or_refused_by_name(family: str, registry: Registry) -> None:
     for recipe in [recipe for recipe in RECIPES if recipe.split("/")[1] == family]:
-        args = argparse.Namespace(recipe=str(ROOT / recipe), overrides=[])
         reason = next((why for end, why in REFUSED.items() if recipe.endswith(end)), None)
         if reason is not None:
             with pytest.raises(UserError, match=reason):
-                plan_to_rehearse(args, registry)
+                plan_to_rehearse(str(ROOT / recipe), [], registry)
             continue
-        plan = plan_to_rehearse(args, registry)
+        plan = plan_to_rehearse(str(ROOT / recipe), [], registry)
         assert plan.parallel.device.name == "virtual_gpu", recipe
         assert plan.train.section.max_steps == 3 * max(1, plan.train.profile.updates), recipe
         assert not plan.data.eval_paths, recipe
