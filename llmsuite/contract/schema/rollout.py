@@ -25,7 +25,7 @@ class RolloutSection(Section):
     """Maximum length of a completion in tokens, including the end-of-sequence token. Longer ones are truncated.
     data.max_length has to hold prompt and completion."""
     temperature: PositiveFloat = 1.0
-    """Logits are divided by it, in rollouts and in the loss."""
+    """Logits are divided by it, in rollouts and in the loss; that of stage gkd has gkd.temperature."""
     top_k: NonNegativeInt = 0
     """Sample only from this many of the most likely tokens; 0 for all. The loss keeps the probabilities of the full
     distribution, so ratios are 1 while the sampling weights are those that are trained. Evaluations sample so too."""
