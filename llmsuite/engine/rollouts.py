@@ -154,6 +154,7 @@ def rollout_engine(
     if missing:
         raise UserError(f"rollout engine {spec.name}: its factory returned {engine!r}, without {', '.join(missing)}")
     stop_ids = tokenizer.stop_token_ids(model_plan.weights or tokenizer.directory)
+    stop_ids |= {tokenizer.token_id(text) for text in train_plan.rollout.stop}
     vocab_size = model_plan.config.vocab_size
     rollouts = Rollouts(engine, stop_ids, tokenizer.decode, train_plan.seed, vocab_size, on_first_rank)
     find_mismatch = None

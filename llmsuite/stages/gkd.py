@@ -19,6 +19,7 @@ import paddle
 
 from llmsuite.base.typing import Tensor
 from llmsuite.contract.schema.rollout import RolloutSection
+from llmsuite.data.encoding import encode_continuations
 from llmsuite.engine.batch import flat_targets, tensor, total
 from llmsuite.engine.stage import Batch, LossTerms, RolloutResult, RolloutStage, Stage, StageContext
 from llmsuite.models.divergence import Comparison
@@ -67,6 +68,11 @@ class GkdStage(SftStage, RolloutStage[Any]):
         """How answers are sampled; None where none are."""
         if section.on_policy:
             self._rollout = context.sections["rollout"]
+        self._answer_end: list[int] = []
+        """Tokens of `gkd.answer_end`."""
+        if section.answer_end is not None:
+            tokenizer = context.tokenizer
+            (self._answer_end,) = encode_continuations([section.answer_end], tokenizer, tokenizer.encode_batch)
         self._comparison: Comparison | None = None
         """With the teacher; None on ranks without the last layers."""
 
@@ -97,7 +103,7 @@ class GkdStage(SftStage, RolloutStage[Any]):
         if rendered.row.is_plain:  # special tokens may be in front of it
             (supervised,) = np.nonzero(sample.weights)
             length = int(supervised[0]) if len(supervised) else len(sample.ids)
-        longest = self._max_length - self._rollout.max_completion_length
+        longest = self._max_length - self._rollout.max_completion_length - len(self._answer_end)
         if not before:
             raise Unusable("with an empty prompt (no answer to it can be sampled)")
         if length > longest:
@@ -135,10 +141,20 @@ class GkdStage(SftStage, RolloutStage[Any]):
         scored = rollouts.sample(prompts, step, sampling_params(self._rollout), _no_scores, 0)
         none = np.full(scored.scores.shape[:2], np.nan)
         return RolloutResult(
-            [SampledAnswers([_weighted(completion) for completion in group]) for group in scored.groups],
+            [SampledAnswers([self._ended(completion) for completion in group]) for group in scored.groups],
             completion_metrics(list(itertools.chain(*scored.groups))),
             completion_rows(scored.groups, scored.scores, (), none, none, version=scored.version),
         )
+
+    def _ended(self, completion: Completion) -> WeightedTokens:
+        """The prompt and a completion of it, with `gkd.answer_end`. All tokens after the prompt have weight 1."""
+        answer = list(completion.ids)
+        if self._answer_end and answer[-1] != self._answer_end[0]:
+            answer += self._answer_end
+        ids = np.array([*completion.prompt_ids, *answer], dtype="int32")
+        weights = np.zeros(len(ids), dtype="float32")
+        weights[len(completion.prompt_ids) :] = 1
+        return WeightedTokens(ids, weights)
 
     def evaluate_rollouts(self, samples: Sequence[Any], rollouts: Rollouts) -> Mapping[str, float]:
         raise AssertionError("evaluations compute the loss on the answers in the data")
@@ -175,15 +191,6 @@ class GkdStage(SftStage, RolloutStage[Any]):
 def _answers(sample: WeightedTokens | SampledAnswers) -> Sequence[WeightedTokens]:
     """The sequences that a sample has in a batch."""
     return sample.answers if isinstance(sample, SampledAnswers) else [sample]
-
-
-def _weighted(completion: Completion) -> WeightedTokens:
-    """The prompt and a completion of it, whose tokens have weight 1."""
-    prompt = len(completion.prompt_ids)
-    ids = np.array([*completion.prompt_ids, *completion.ids], dtype="int32")
-    weights = np.zeros(len(ids), dtype="float32")
-    weights[prompt:] = 1
-    return WeightedTokens(ids, weights)
 
 
 def _no_scores(completions: Sequence[Completion]) -> np.ndarray:

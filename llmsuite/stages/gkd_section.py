@@ -47,6 +47,9 @@ class GkdSection(Section):
     means over the tokens of each micro-batch, as in TRL and ms-swift."""
     last_turn: bool = False
     """Supervise only the last turn of the assistant in each conversation, as TRL and ms-swift do."""
+    answer_end: str | None = None
+    """Text that is appended to each sampled answer and supervised, unless the answer ends with the first token of it,
+    such as the end of a turn: ms-swift ends truncated answers so. null: answers end as they were sampled."""
     truncate: bool = False
     """Truncate conversations to data.max_length tokens instead of dropping them. Either is counted and reported."""
 
@@ -68,6 +71,14 @@ class GkdSection(Section):
             ),
             evaluates=loss_metrics(),
         )
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        if not self.on_policy:
+            yield "answer_end", "has no effect while on_policy is 0; set that, or remove it"
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.answer_end == "":
+            yield "answer_end", "is empty; set it to null"
 
     def unused_elsewhere(self) -> Iterator[tuple[str, str]]:
         if not self.on_policy:

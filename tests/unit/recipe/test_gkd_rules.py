@@ -32,6 +32,8 @@ def planned(registry: Registry, *words: str, recipe: str = "gkd-on-policy", smok
             ("--train.on_spike=roll_back", "--train.spike_factor=9"),
             "train.on_spike: is roll_back, which stage gkd does not support",
         ),
+        (("--gkd.on_policy=0", "--gkd.answer_end=x"), "gkd.answer_end: has no effect while on_policy is 0"),
+        (("--gkd.answer_end=",), "gkd.answer_end: is empty"),
         (("--gkd.on_policy=0",), "rollout.num_generations: has no effect while gkd.on_policy is 0"),
         (
             ("--gkd.mean=micro_batches", "--train.micro_batch_size=2"),

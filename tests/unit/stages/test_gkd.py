@@ -232,3 +232,16 @@ def test_prompts_leave_room_for_answers() -> None:
     assert f"with a prompt of more than {sample.prompt_length - 1} tokens" in reason
     _, (reason,) = sft_case.samples(stage, Conversation((Message("assistant", "Some text."),), (True,), is_plain=True))
     assert "with an empty prompt" in reason
+
+
+def test_an_answer_ends_as_asked_for() -> None:
+    stage = stage_with(GkdSection(on_policy=1.0, answer_end="<|im_end|>\n"), None)
+    end, *rest = stage.context.tokenizer.encode("<|im_end|>\n")
+    assert rest
+    samples, _ = sft_case.samples(stage, *ROWS)
+    stage._max_length = samples[0].prompt_length + 16 + len(rest)  # type: ignore[attr-defined]
+    assert len(sft_case.samples(stage, ROWS[0])[1]) == 1, "no room for the end"
+    for ids, whole in (([5, 6], [5, 6, end, *rest]), ([5, end], [5, end])):
+        found = stage._ended(grpo_case.completion((3, 4), ids))
+        np.testing.assert_array_equal(found.ids, [3, 4, *whole])
+        np.testing.assert_array_equal(found.weights, [0, 0] + [1] * len(whole))
