@@ -114,8 +114,10 @@ def _language_stages() -> list[StageSpec]:
         StageSpec(
             name="gkd",
             row_kind="conversation",
-            help="knowledge distillation: the distributions of a teacher at the assistant's turns of conversations",
+            help="knowledge distillation: the distributions of a teacher at the assistant's turns of conversations, or "
+            "of answers that the model samples",
             config_cls=GkdSection,
+            sections={"rollout": RolloutSection},
             profile=GkdSection.profile,
             factory=lazily("llmsuite.stages.gkd:GkdStage"),
             capabilities=frozenset({"generation", "packing", "plain_text", "prompt_lengths", "thoughts"}),

@@ -21,7 +21,7 @@ from llmsuite.base.safe_files import exists, is_file
 from llmsuite.base.suggestions import final_suggestion
 from llmsuite.contract.registry import Registry
 from llmsuite.contract.schema.columns import columns_of
-from llmsuite.contract.specs import ModelFamily
+from llmsuite.contract.specs import ModelFamily, StageSpec
 from llmsuite.data.remote import is_remote
 from llmsuite.data.suggest import FIELD_MEANINGS
 from llmsuite.devices.vendors import VENDORS
@@ -98,7 +98,8 @@ def _method(given: str | None, stage: str, registry: Registry) -> Method:
     known = dict(METHODS)
     if "adapters_only" in spec.capabilities:
         del known["full"]
-    if "rollout" in spec.sections:  # rollouts need matrices that are not quantised
+    if isinstance(spec, StageSpec) and spec.profile(spec.config_cls()).updates:
+        # rollouts need matrices that are not quantised
         del known["qlora"]
     if given is None and (stage == "pretrain" or not _is_interactive()):
         given = next(iter(known))

@@ -240,10 +240,11 @@ def check_stage(spec: StageSpec | JobSpec) -> None:
     section = _check_section(spec.config_cls, "stage", spec.name)
     if section is not None:
         known = {info.dotted for info in walk(Recipe)}
+        known |= {f"{name}.{info.dotted}" for name in others for info in walk(spec.sections[name])}
         if wrong := sorted({key for key, _ in section.unused_elsewhere()} - known):
             raise UserError(
                 f"{type(section).__name__}.unused_elsewhere of stage {spec.name!r} yielded {', '.join(wrong)}, which "
-                "not all recipes have; for keys of its own sections override `unused`"
+                "not all recipes have; for keys of its own section override `unused`"
             )
     if isinstance(spec, JobSpec):
         if unknown := sorted(spec.capabilities - {"score_head"}):

@@ -174,6 +174,7 @@ def read_data(
     if not mesh.loads_data:
         stage = None
     has_rollouts = train_plan.profile.updates > 0
+    has_answers = not has_rollouts or not train_plan.profile.evaluates_rollouts
     micro_batches = MicroBatches.from_plans(data_plan, parallel_plan, train_plan)
     collate: Collate | None = None
     if stage is not None:
@@ -182,10 +183,10 @@ def read_data(
             stage.before_reading()
         _check_reader(stage, data_plan)
         train, found = stage.reader.read_all(data_plan.train_path, data_plan.eval_paths)
-        if not has_rollouts:  # there the samples are prompts, which have no answers yet
+        if has_answers:  # else the samples are prompts, which have none yet
             _check_samples(stage, collate, train, found, data_plan, reads_tokens(model_plan.config), mesh)
     by_length = found
-    if stage is not None and micro_batches.by_length and not has_rollouts:
+    if stage is not None and micro_batches.by_length and has_answers:
         by_length = {name: _by_length(stage, samples) for name, samples in found.items()}
     lengths: np.ndarray | None = None
     if not has_rollouts:  # else split into micro-batches after the rollout

@@ -7,6 +7,7 @@ need it. So checkpoints are written between rollouts, never between the updates 
 from __future__ import annotations
 
 import functools
+import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -153,6 +154,7 @@ def rollout_engine(
     if missing:
         raise UserError(f"rollout engine {spec.name}: its factory returned {engine!r}, without {', '.join(missing)}")
     stop_ids = tokenizer.stop_token_ids(model_plan.weights or tokenizer.directory)
+    stop_ids |= {tokenizer.token_id(text) for text in train_plan.rollout.stop}
     vocab_size = model_plan.config.vocab_size
     rollouts = Rollouts(engine, stop_ids, tokenizer.decode, train_plan.seed, vocab_size, on_first_rank)
     find_mismatch = None
@@ -161,6 +163,18 @@ def rollout_engine(
             find_rollout_mismatch, model_plan.family, model_plan.config, backend, precision
         )
     return RolloutEngine(engine, rollouts, weights, on_first_rank, is_sampler, find_mismatch)
+
+
+def draws_rollout(seed: int, num_finished: int, share: float) -> bool:
+    """Return True if the next steps train on a rollout, in a run that has a share of the rollouts. The same on every
+    rank, and in a resumed run; it is the draw of GKD in ms-swift.
+
+    Args:
+        seed: of the recipe.
+        num_finished: number of finished steps.
+        share: `StageProfile.on_policy`.
+    """
+    return random.Random(seed + num_finished).random() <= share
 
 
 class RolloutDataLoader:
@@ -196,6 +210,8 @@ class RolloutDataLoader:
             self._stage = data.stage
         self._global_batch_size = train_plan.section.global_batch_size
         self._num_updates = train_plan.profile.updates
+        self._on_policy = train_plan.profile.on_policy
+        self._seed = train_plan.seed
         self._mesh = collective.mesh()
         self._engine = engine
         self._position = self.samples
@@ -248,17 +264,22 @@ class RolloutDataLoader:
             raise UserError(f"{error}; {find_mismatch()}") from error
 
     def _roll_out(self) -> None:
-        """Run the rollout of the next steps, and collate this rank's batches of it."""
+        """Run the rollout of the next steps, and collate this rank's batches of it; or of the samples as they are,
+        where no rollout is drawn."""
         started = time.perf_counter()
         stage = self._stage
         num_updates = self._num_updates
         size = self._global_batch_size
-        rollouts = self._engine.current(self._step)
+        is_drawn = draws_rollout(self._seed, self._step, self._on_policy)
+        rollouts = self._engine.current(self._step) if is_drawn else None
         samples = list[Any]()
         position = self._position
         staleness = self._start_later_steps(rollouts)
         prompts = self._take_samples(size * num_updates)
-        if stage is not None:
+        self._metrics = {}
+        if stage is not None and not is_drawn:
+            samples = prompts
+        elif stage is not None:
             assert rollouts is not None
             rollouts.next_samples = self._take_samples
             result = self._call_stage(stage, prompts, rollouts)
@@ -275,6 +296,8 @@ class RolloutDataLoader:
         self._position = position + size * num_updates + self._extra_samples
         self._steps = [self._local_batches(samples[i : i + size]) for i in range(0, size * num_updates, size)]
         self._run_prepasses()
+        if self._on_policy < 1:
+            self._metrics["on_policy"] = float(is_drawn)
         self._metrics["rollout_seconds"] = time.perf_counter() - started
 
     def _call_stage(self, stage: RolloutStage[Any], prompts: list[Any], rollouts: Rollouts) -> RolloutResult:

@@ -427,7 +427,7 @@ class Trainer:
         """Evaluate on each set of the evaluation data, and keep the checkpoint if it is the best so far."""
         metrics = dict[str, float]()
         for found, (micro_batches, num_counted) in zip(self.data.evaluations, self._eval_batches):
-            if self.rollouts is None:
+            if self.rollouts is None or not self.plan.train.profile.evaluates_rollouts:
                 of_set = evaluate(MicroBatchLoader(micro_batches, self.data.collate), self.engine.passes, num_counted)
             else:
                 of_set = self._evaluate_rollouts(self.rollouts, found)

@@ -88,7 +88,7 @@ def _reward_values(reward: Any) -> int:
     from llmsuite.checkpoint.tensors import TensorFiles
 
     weights = None
-    if "model" in reward.functions:
+    if reward is not None and "model" in reward.functions:
         weights = reward.model.weights
     if weights is None or not is_file(local_weights(weights) / "config.json"):
         return 0
@@ -118,10 +118,11 @@ def cache_bytes(
     """Bytes of the keys and values of the completions that a rank generates together, all of the maximum length."""
     if not _generates(train_plan, mesh):
         return 0.0
+    rows = 0
     if _generates_in_evaluation(train_plan):
         rows = train_plan.generation.batch_size
-    else:
-        rows = _share(train_plan, mesh)[1]
+    if train_plan.samples_in_training_processes:
+        rows = max(rows, _share(train_plan, mesh)[1])
     return float(_COPIES * rows * max_length * _token_bytes(parallel_plan, shape_spec))
 
 
@@ -168,7 +169,8 @@ def rollout_seconds(
     read_bytes = times * (_weight_bytes(layout, shape_spec, each_token=True) + cached)
     fetched = read_bytes / (device.memory_bandwidth * by.bandwidth)
     speed = device.flops * by.flops
-    return float(prompts * prefill / speed + max(prompts * decode / speed, fetched)) / train_plan.profile.updates
+    seconds = float(prompts * prefill / speed + max(prompts * decode / speed, fetched))
+    return seconds * train_plan.profile.on_policy / train_plan.profile.updates
 
 
 def _row_flops(shape_spec: ShapeSpec, length: int) -> float:

@@ -268,11 +268,14 @@ def _fuses_projections(recipe: Recipe, device: DeviceSpec, degrees: Degrees) -> 
 def _train_plan(
     recipe: Recipe, stage: StageSpec | JobSpec, registry: Registry, teacher: TeacherPlan | None
 ) -> TrainPlan:
-    rollout = rollout_of(recipe)
+    section = value_at(recipe, stage.section_name)
+    rollout = None
+    if isinstance(stage, StageSpec) and stage.profile(section).updates:
+        rollout = rollout_of(recipe)
     return TrainPlan(
         section=recipe.train,
         stage=stage,
-        stage_section=value_at(recipe, stage.section_name),
+        stage_section=section,
         sections={name: value_at(recipe, name) for name in stage.sections},
         rollout=rollout,
         rollout_engine=None if rollout is None else registry.rollout_engines.get(rollout.engine),
@@ -394,7 +397,9 @@ def _engine_problems(recipe: Recipe, registry: Registry) -> Iterator[Violation]:
     """Yield the settings that the rollout engine does not support, or the stage not with this engine."""
     rollout = rollout_of(recipe)
     stage = registry.stages[recipe.stage]
-    if rollout is None:
+    if rollout is None or not isinstance(stage, StageSpec):
+        return
+    if not stage.profile(value_at(recipe, stage.section_name)).updates:
         return
     name = rollout.engine
     if name not in registry.rollout_engines:

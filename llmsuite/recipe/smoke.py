@@ -9,7 +9,7 @@ from typing import Any
 
 from llmsuite.contract.registry import Registry
 from llmsuite.contract.schema.degrees import Degrees, degrees_of
-from llmsuite.contract.schema.recipe import Recipe
+from llmsuite.contract.schema.recipe import Recipe, rollout_of
 from llmsuite.contract.schema.section import value_at
 from llmsuite.contract.specs import ModelFamily, RunSpec, StageProfile, StageSpec
 from llmsuite.models.block_quant import LLM_INT8
@@ -20,6 +20,8 @@ from llmsuite.recipe.plans import evaluation_names
 from llmsuite.recipe.shape import model_config, weights_of
 
 SMOKE_STEPS = 8
+_COMPLETION_LENGTH = 16
+"""Tokens of the completions of rollouts."""
 SMOKE_LENGTH = {"train.max_steps": SMOKE_STEPS, "train.num_epochs": REMOVE}
 """Keys that set the length of a smoke run."""
 
@@ -74,6 +76,7 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
         **_warmup(recipe),
         **_small_sizes(recipe),
         **_teacher(recipe, stage, shape),
+        **_rollouts(recipe, stage),
         "train.master_weights": REMOVE,
         "train.eval_steps": REMOVE,
         "train.early_stopping": REMOVE,
@@ -110,6 +113,15 @@ def _teacher(recipe: Recipe, stage: RunSpec, shape: dict[str, Any]) -> dict[str,
         return {}
     others = {f"{teacher.key}_{name}": REMOVE for name in ("preset", "precision")}
     return {teacher.key: None, f"{teacher.key}_config": shape, **others}
+
+
+def _rollouts(recipe: Recipe, stage: RunSpec) -> dict[str, Any]:
+    """Return the keys of short completions, where the recipe samples some."""
+    rollout = rollout_of(recipe)
+    is_sampled = isinstance(stage, StageSpec) and stage.profile(value_at(recipe, stage.section_name)).updates > 0
+    if rollout is None or not is_sampled:
+        return {}
+    return {"rollout.max_completion_length": min(rollout.max_completion_length, _COMPLETION_LENGTH)}
 
 
 def _of_stage(loaded: LoadedRecipe, stage: RunSpec) -> dict[str, Any]:

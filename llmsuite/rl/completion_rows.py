@@ -1,4 +1,4 @@
-"""Rows of `completions.jsonl`: completions with their rewards and advantages."""
+"""Rows of `completions.jsonl`: completions with their rewards and advantages; and the metrics of their lengths."""
 
 from __future__ import annotations
 
@@ -48,6 +48,22 @@ def completion_rows(
             }
             rows.append(row | _turns(completion))
     return rows
+
+
+def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
+    """Metrics of the entropy and the lengths of completions."""
+    lengths = [c.num_sampled for c in completions]
+    logprobs = np.concatenate([c.logprobs for c in completions])
+    metrics = {
+        "entropy": float(-logprobs.mean()),  # unbiased: the tokens are sampled from the model
+        "completions/length": float(np.mean(lengths)),
+        "completions/length_min": float(np.min(lengths)),
+        "completions/length_max": float(np.max(lengths)),
+        "completions/truncated": float(np.mean([c.truncated for c in completions])),
+    }
+    if ended := [c.num_sampled for c in completions if not c.truncated]:
+        metrics["completions/length_ended"] = float(np.mean(ended))
+    return metrics
 
 
 def _number(value: float) -> float | None:

@@ -21,6 +21,7 @@ from llmsuite.data.rows import Prompt
 from llmsuite.engine.stage import DropCounts, RolloutStage, StageContext, StatefulStage
 from llmsuite.inference.group_sampling import SamplingParams
 from llmsuite.rl.advantages import pass_at, zero_variance_groups
+from llmsuite.rl.completion_rows import completion_metrics
 from llmsuite.rl.dynamic_sampling import SampledBatch, sample_until_full
 from llmsuite.rl.episodes import Episodes, with_parts
 from llmsuite.rl.rewards import Rewards
@@ -29,6 +30,18 @@ from llmsuite.stages.rl_sections import EvalRolloutSection
 
 _ROUNDING = 1e-9
 """Tolerance of a sum of weighted rewards: 0.2 + 0.7 + 0.1 is less than 1 in floating point."""
+
+
+def sampling_params(rollout: RolloutSection) -> SamplingParams:
+    """The sampling of the section `rollout`."""
+    return SamplingParams(
+        rollout.num_generations,
+        rollout.max_completion_length,
+        rollout.temperature,
+        rollout.batch_size,
+        rollout.top_k,
+        rollout.top_p,
+    )
 
 
 class CompletionStage(RolloutStage[Any], StatefulStage[Any]):
@@ -50,14 +63,7 @@ class CompletionStage(RolloutStage[Any], StatefulStage[Any]):
         self._max_completion_length = rollout.max_completion_length
         self._max_gap = rollout.max_logprob_gap
         self._temperature = rollout.temperature
-        self._sampling_params = SamplingParams(
-            rollout.num_generations,
-            self._max_completion_length,
-            rollout.temperature,
-            rollout.batch_size,
-            rollout.top_k,
-            rollout.top_p,
-        )
+        self._sampling_params = sampling_params(rollout)
         self._eval_sampling_params = dataclasses.replace(
             self._sampling_params, num_generations=evaluation.num_generations, temperature=evaluation.temperature
         )
@@ -165,20 +171,12 @@ class CompletionStage(RolloutStage[Any], StatefulStage[Any]):
         """Rewards [prompts, completions], NaN where one is missing; and the metrics of completions and rewards."""
         rewards = self._rewards.total(scored.scores)
         flat = list(itertools.chain(*scored.groups))
-        lengths = [c.num_sampled for c in flat]
-        logprobs = np.concatenate([c.logprobs for c in flat])
         metrics = {
             "reward": _mean(rewards),
             "reward/std": _std(rewards),
             "rewards/missing": float(np.isnan(rewards).mean()),
-            "entropy": float(-logprobs.mean()),  # unbiased: the tokens are sampled from the model
-            "completions/length": float(np.mean(lengths)),
-            "completions/length_min": float(np.min(lengths)),
-            "completions/length_max": float(np.max(lengths)),
-            "completions/truncated": float(np.mean([c.truncated for c in flat])),
+            **completion_metrics(flat),
         }
-        if ended := [c.num_sampled for c in flat if not c.truncated]:
-            metrics["completions/length_ended"] = float(np.mean(ended))
         if self._episodes is not None:
             metrics["episodes/turns"] = float(np.mean([c.num_turns for c in flat]))
             metrics["episodes/observed"] = float(np.mean([len(c.ids) - c.num_sampled for c in flat]))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 
-from llmsuite.contract.schema.numbers import NonNegativeFloat, PositiveFloat
+from llmsuite.contract.schema.numbers import Fraction, NonNegativeFloat, PositiveFloat
+from llmsuite.contract.schema.rollout import RolloutSection
 from llmsuite.contract.schema.section import Section
 from llmsuite.contract.specs import StageProfile, TeacherProfile
 from llmsuite.stages.eval_metrics import loss_metrics
@@ -16,7 +18,7 @@ from llmsuite.stages.eval_metrics import loss_metrics
 @dataclasses.dataclass(kw_only=True)
 class GkdSection(Section):
     """Generalised knowledge distillation: trains on the distributions of a teacher over the tokens of the assistant's
-    turns in the data (Agarwal et al. 2023, arXiv 2306.13649, with no answers of the student's own)."""
+    turns in the data, or of answers that the model samples (Agarwal et al. 2023, arXiv 2306.13649)."""
 
     teacher: str | None = None
     """The teacher: a model directory, a run, or a name on a hub, of any family and size, with the tokens of the
@@ -33,8 +35,21 @@ class GkdSection(Section):
     Jensen-Shannon divergence. 0: the divergence KL(teacher || model); 1: KL(model || teacher)."""
     temperature: PositiveFloat = 1.0
     """Logits of both models are divided by it before they are compared."""
+    on_policy: Fraction = 0.0
+    """Share of the steps that train on answers sampled from the model, with the keys of section rollout, in place of
+    the last answer of each conversation: lambda of the paper, lmbda of TRL. Each step is drawn with this probability,
+    from the seed. Above 0 a run needs memory for sampling."""
     sft_weight: NonNegativeFloat = 0.0
-    """Weight of an SFT term: the negative log-probability of the tokens in the data, at temperature 1."""
+    """Weight of an SFT term: the negative log-probability of the tokens in the data, at temperature 1. Steps on sampled
+    answers have none."""
+    mean: Literal["tokens", "micro_batches"] = "tokens"
+    """The averaging of the loss. tokens: over the supervised tokens of the global batch; micro_batches: the mean of the
+    means over the tokens of each micro-batch, as in TRL and ms-swift."""
+    last_turn: bool = False
+    """Supervise only the last turn of the assistant in each conversation, as TRL and ms-swift do."""
+    answer_end: str | None = None
+    """Text that is appended to each sampled answer and supervised, unless the answer ends with the first token of it,
+    such as the end of a turn: ms-swift ends truncated answers so. null: answers end as they were sampled."""
     truncate: bool = False
     """Truncate conversations to data.max_length tokens instead of dropping them. Either is counted and reported."""
 
@@ -42,6 +57,9 @@ class GkdSection(Section):
         sums = ("divergence", "nll") if self.sft_weight else ()
         return StageProfile(
             sums=sums,
+            updates=1 if self.on_policy else 0,
+            on_policy=self.on_policy or 1.0,
+            evaluates_rollouts=False,
             teacher=TeacherProfile(
                 key="gkd.teacher",
                 weights=self.teacher,
@@ -52,4 +70,24 @@ class GkdSection(Section):
                 with_nll=self.sft_weight > 0,
             ),
             evaluates=loss_metrics(),
+        )
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        if not self.on_policy:
+            yield "answer_end", "has no effect while on_policy is 0; set that, or remove it"
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.answer_end == "":
+            yield "answer_end", "is empty; set it to null"
+
+    def unused_elsewhere(self) -> Iterator[tuple[str, str]]:
+        if not self.on_policy:
+            for field in dataclasses.fields(RolloutSection):
+                yield f"rollout.{field.name}", "has no effect while gkd.on_policy is 0; set that, or remove it"
+            return
+        yield "rollout.dynamic_sampling", "is true, but stage gkd rewards no answers; set it to false"
+        yield "rollout.max_rounds", "has no effect in stage gkd, which has no dynamic sampling; remove it"
+        yield (
+            "rollout.max_logprob_gap",
+            "has no effect in stage gkd, whose loss is the same for all answers that are sampled; remove it",
         )

@@ -37,7 +37,7 @@ class CutsConversations(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Rendered:
+class Rendered:
     """A conversation as texts."""
 
     number: int
@@ -89,7 +89,7 @@ class SftStage(GeneratingStage[WeightedTokens]):
     def make_samples(self, rows: Sequence[Conversation], counts: DropCounts) -> list[WeightedTokens]:
         """The conversations that fit. A row that the chat template cannot render is counted as a bad one, which raises
         UserError with its line unless bad rows are to be skipped."""
-        rendered: list[_Rendered] = []
+        rendered: list[Rendered] = []
         template = self._prerendered(rows)
         for number, row in enumerate(rows):
             try:
@@ -123,32 +123,32 @@ class SftStage(GeneratingStage[WeightedTokens]):
         return self._template.prerender_turns(filter(has_answers, turns))
 
     def _encoded(self, texts: Sequence[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
-        """The token ids before each supervised turn and those of the turn, from `_Rendered.turns`."""
+        """The token ids before each supervised turn and those of the turn, from `Rendered.turns`."""
         if not self._answers_apart:
             return self.context.encode_answers(texts)
         parts = [part for before, text in texts for part in (before, text[len(before) :])]
         ids = encode_apart(parts, self.context.tokenizer, self.context.encode)
         return list(zip(ids[::2], ids[1::2]))
 
-    def _rendered(self, template: ChatTemplate | None, number: int, row: Conversation) -> _Rendered:
+    def _rendered(self, template: ChatTemplate | None, number: int, row: Conversation) -> Rendered:
         """The texts of row `number`. Raises UserError when the template refuses it."""
         if self._answers_apart and row.is_plain:
-            return _Rendered(number, row, [plain_texts(row)], [1.0], [])
+            return Rendered(number, row, [plain_texts(row)], [1.0], [])
         if not has_answers(row):
-            return _Rendered(number, row, [], [], [])
+            return Rendered(number, row, [], [], [])
         if row.is_plain:
-            return _Rendered(number, row, [plain_texts(row)], [1.0], [])
+            return Rendered(number, row, [plain_texts(row)], [1.0], [])
         assert template is not None
         turns = template.supervised_turns(row)
         weights = [1.0] * len(turns)
         if row.weights:
             weights = [row.weight(i) for i in template.numbers_of(row, turns)]
         thoughts = [] if self._supervises_thoughts else template.thought_texts(row, turns)
-        return _Rendered(number, row, turns, weights, thoughts, bool(template.dropped_thoughts(row)))
+        return Rendered(number, row, turns, weights, thoughts, bool(template.dropped_thoughts(row)))
 
     def _sample(
         self,
-        rendered: _Rendered,
+        rendered: Rendered,
         parts: Sequence[tuple[list[int], list[int]]],
         borders: Sequence[tuple[list[int], list[int]]],
     ) -> WeightedTokens:
@@ -240,7 +240,7 @@ class SftStage(GeneratingStage[WeightedTokens]):
         weights = sample.weights[: self._max_length]
         if not weights.any():
             raise Unusable(f"with no answer within data.max_length {self._max_length}")
-        return WeightedTokens(ids, weights)
+        return dataclasses.replace(sample, ids=ids, weights=weights)
 
     def row_lengths(self, samples: Sequence[WeightedTokens]) -> np.ndarray:
         """The length of each sample in a row, [samples, 1]."""

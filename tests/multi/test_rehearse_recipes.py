@@ -18,6 +18,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "llama/grpo": (),
     "llama/ppo": (),
     "llama/gkd": ("--gkd.teacher=null",),
+    "llama/gkd-on-policy": ("--gkd.teacher=null",),
     "qwen/kto": (),
     "qwen_moe/sft": ("--routing=worst",),
     "deepseek/deepseek-v2-lite-lora": (),

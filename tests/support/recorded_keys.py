@@ -29,6 +29,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "sft": ("llama/sft.json", ()),
     "lora": ("llama/lora.json", ()),
     "gkd": ("llama/gkd.json", ()),
+    "gkd on policy": ("llama/gkd-on-policy.json", ()),
     "dpo": ("llama/dpo.json", ()),
     "orpo": ("llama/orpo.json", ()),
     "simpo": ("llama/simpo.json", ()),

@@ -25,12 +25,15 @@ class RolloutSection(Section):
     """Maximum length of a completion in tokens, including the end-of-sequence token. Longer ones are truncated.
     data.max_length has to hold prompt and completion."""
     temperature: PositiveFloat = 1.0
-    """Logits are divided by it, in rollouts and in the loss."""
+    """Logits are divided by it, in rollouts and in the loss; that of stage gkd has gkd.temperature."""
     top_k: NonNegativeInt = 0
     """Sample only from this many of the most likely tokens; 0 for all. The loss keeps the probabilities of the full
     distribution, so ratios are 1 while the sampling weights are those that are trained. Evaluations sample so too."""
     top_p: Fraction = 1.0
     """Sample only from the most likely tokens that together reach this probability; the loss as with top_k."""
+    stop: list[str] = dataclasses.field(default_factory=list)
+    """Texts of more tokens that end a completion, next to the end-of-sequence tokens of the tokenizer and of the
+    model's generation_config.json, such as ["<|im_end|>"] for a base model with the chat template of another."""
     batch_size: PositiveInt = 128
     """Completions that a rank samples in one batch. It changes memory and speed, not the completions."""
     dynamic_sampling: bool = False

@@ -46,8 +46,9 @@ class Section:
         return iter(())
 
     def unused_elsewhere(self) -> Iterator[tuple[str, str]]:
-        """Yield (dotted key, reason), as `unused`, for each key of the sections of all recipes that a stage with this
-        section does not use, such as "data.mix". Asked of the own section of a stage."""
+        """Yield (dotted key, reason), as `unused`, for each key of the sections of all recipes, or of the additional
+        sections of its stage, that a stage with this section does not use, such as "data.mix". Asked of the own section
+        of a stage."""
         return iter(())
 
 

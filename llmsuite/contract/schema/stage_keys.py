@@ -42,6 +42,14 @@ class CorrectsRollouts(Protocol):
 
 
 @runtime_checkable
+class HasMean(Protocol):
+    """Section of a stage that can average each micro-batch by itself."""
+
+    mean: str
+    """"micro_batches" where it does."""
+
+
+@runtime_checkable
 class HasDocumentMask(Protocol):
     """Section of a stage that packs documents."""
 

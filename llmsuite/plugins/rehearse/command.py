@@ -123,6 +123,8 @@ def plan_to_rehearse(recipe: str, overrides: Sequence[str], registry: Registry) 
     refuse(plan.model, plan.parallel, plan.train)
     # three rollouts, where a rollout has several steps
     steps = {**_STEPS_ONLY, "train.max_steps": _NUM_STEPS * max(1, plan.train.profile.updates)}
+    if plan.train.profile.on_policy < 1:
+        steps[f"{plan.train.stage.section_name}.on_policy"] = 1.0  # each step with a rollout, which takes more
     if plan.train.stage.name == "pretrain":
         steps["pretrain.split"] = REMOVE  # it holds samples back for evaluations
     return plan_run(recipe, [*overrides, f"--device={_DEVICE}"], registry, layers=[("rehearse", steps)])

@@ -223,7 +223,7 @@ def _own_section(run: Run, has_adapters: bool, defaults: GrpoDefaults) -> dict[s
 
 def check_dropout(run: Run, dropout: float) -> float:
     """Return the dropout of adapters; refuse one with rollouts."""
-    if run.section == "grpo" and dropout:
+    if run.section in ("grpo", "gkd") and dropout:
         run.refuse("lora_dropout", dropout, "completions are sampled without dropout; set it to 0 for the same job")
         return 0.0
     return dropout

@@ -11,7 +11,7 @@ from typing import Any
 
 from llmsuite.base.errors import UserError
 from llmsuite.base.safe_files import exists, read_regular
-from llmsuite.plugins.suites import grpo, model, swift_arguments, swift_templates, trainer
+from llmsuite.plugins.suites import grpo, model, swift_arguments, swift_gkd, swift_templates, trainer
 from llmsuite.plugins.suites.conversion.arguments import read_command
 from llmsuite.plugins.suites.conversion.family import is_quantised, unquantised
 from llmsuite.plugins.suites.conversion.kinds import ONE_OR_MAPPING, WORDS, is_on
@@ -26,7 +26,9 @@ _LISTS = (
 """Arguments with several values, separated by spaces on the command line."""
 _ENVIRONMENT = ("NPROC_PER_NODE", "NNODES", "USE_HF")
 """Environment variables that set the number of ranks and the hub."""
-_STAGES = {"dpo": "dpo", "simpo": "dpo", "cpo": "dpo", "orpo": "dpo", "kto": "kto", "rm": "rm", "grpo": "grpo"}
+_STAGES = {
+    "dpo": "dpo", "simpo": "dpo", "cpo": "dpo", "orpo": "dpo", "kto": "kto", "rm": "rm", "grpo": "grpo", "gkd": "gkd",
+}  # fmt: skip
 _GRPO = grpo.GrpoDefaults(
     beta=0.04, temperature=0.9, loss="grpo", rewards={"accuracy": "swift_accuracy", "format": "swift_format"}
 )
@@ -103,8 +105,7 @@ def without_stage(kind: str) -> str:
     if kind == "rm":
         return "has a head whose initial values are not known; llmsuite recipe new --stage rm"
     if kind == "gkd":
-        why = "divides its loss by the tokens of each micro-batch, not of the step"
-        return f"{why}, and samples answers unless lmbda is 0; llmsuite recipe new --stage gkd"
+        return "is only converted from swift rlhf; llmsuite recipe new --stage gkd"
     return "has no stage"
 
 
@@ -139,6 +140,8 @@ def _recipe(run: Run) -> dict[str, Any]:
     evaluate(run, recipe)
     if run.section == "grpo":
         recipe |= _rollouts(run, recipe, kind == "lora")
+    elif run.section == "gkd":
+        recipe |= swift_gkd.sections(run, recipe, hub)
     elif own := own_section(run):
         recipe[run.section] = own
     if kind == "lora":
@@ -186,6 +189,9 @@ def _rollouts(run: Run, recipe: dict[str, Any], has_adapters: bool) -> dict[str,
     """Return the sections of GRPO; prompts and completions share `data.max_length`."""
     _take_completion_length(run)
     found = grpo.sections(run, recipe, has_adapters, _GRPO)
+    teacher = run.take("teacher_model")
+    if teacher is not None:
+        run.refuse("teacher_model", teacher, "there is no teacher")
     if run.given("max_length") is not None:
         _add_completion_length(run, recipe["data"], found["rollout"]["max_completion_length"])
     strategy = run.take("truncation_strategy") or "left"
@@ -381,7 +387,7 @@ def data(run: Run, hub: str) -> dict[str, Any]:
     found["max_length"] = _length(run)
     if run.flag("packing"):
         found["packing"] = "best_fit"
-        if run.section != "sft":
+        if run.section not in ("sft", "gkd"):
             run.refuse("packing", True, "a pack is one row there; a pack of pairs is two rows here")
         run.note("data.packing: packs are filled best-fit, so there may be fewer packs than with ms-swift")
     # the sampler of prompts does not read train_dataloader_shuffle
@@ -658,5 +664,5 @@ SWIFT = Suite(
     reads_codes=True,
     flatten=_flatten,
     read_shell=read_shell,
-    rollout_stages=("grpo",),
+    rollout_stages=("grpo", "gkd"),
 )

@@ -30,7 +30,7 @@ _FORMATS = {
 }
 """Data formats that have these rules, by NAME or NAME:SUBSET."""
 _SECTIONS = {"swift_emoji_pairs": ("dpo", "rm")}
-"""Sections of the stages that read a format; the others are for sft."""
+"""Sections of the stages that read a format; the others are for sft and gkd."""
 
 
 def own_format(name: str, subset: str, section: str) -> str | None:
@@ -43,6 +43,6 @@ def own_format(name: str, subset: str, section: str) -> str | None:
     """
     known = name.rpartition("/")[2]
     found = _FORMATS.get(f"{known}:{subset}" if subset else known)
-    if found is None or section not in _SECTIONS.get(found, ("sft",)):
+    if found is None or section not in _SECTIONS.get(found, ("sft", "gkd")):
         return None
     return found

@@ -55,7 +55,7 @@ def template(run: Run) -> dict[str, Any]:
     the tokenizer or a built-in one. Takes the values of `loss_scale` that the template expresses."""
     weights = unquantised(str(run.given(run.suite.model_key)))
     given = run.take("template")
-    if run.section == "sft":
+    if run.section in ("sft", "gkd"):
         text = _text(run, weights) if given is None else _named_text(given, weights)
         if text is not None:
             run.note("data.chat_template: the text of ms-swift's template, which refuses rows that it does not write "
@@ -86,6 +86,8 @@ def _is_qwen_2_5(run: Run, weights: str) -> bool:
 def _text(run: Run, weights: str) -> str | None:
     """Return the text of a template that neither the tokenizer nor llmsuite has; None for another."""
     scale = run.given("loss_scale")
+    if run.section == "gkd" and scale is None:
+        scale = "last_round"  # its default
     is_qwen_3 = re.search(_QWEN_3, weights, re.IGNORECASE) is not None
     if is_qwen_3 and scale in (None, "default", "ignore_empty_think"):
         run.take("loss_scale")

@@ -151,7 +151,7 @@ def train(run: Run, launch: Mapping[str, Any], parallel: dict[str, Any], default
     accumulate = run.integer("gradient_accumulation_steps", defaults.accumulate)
     train: dict[str, Any] = _length(run, defaults)
     train |= {"global_batch_size": micro * accumulate * ranks, "micro_batch_size": micro}
-    drops = run.section == "grpo" or is_on(run.given("dataloader_drop_last"))
+    drops = run.section in ("grpo", "gkd") or is_on(run.given("dataloader_drop_last"))
     if "num_epochs" in train and defaults.ends_smaller and not drops:
         run.note(f"train.num_epochs: the last batch of an epoch takes samples of the next; with {run.suite.name} it is "
                  "smaller")  # fmt: skip

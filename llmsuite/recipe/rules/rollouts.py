@@ -96,6 +96,13 @@ def _read_ahead(context: RuleContext) -> Iterator[Violation]:
         yield "data.num_workers", f"{message}; set it to 0"
 
 
+def _packed_prompts(context: RuleContext) -> Iterator[Violation]:
+    packing = context.recipe.data.packing
+    if context.profile.updates and packing != "none" and "packing" in context.stage.capabilities:
+        message = f"is {packing}, but answers are sampled to the prompt of each conversation"
+        yield "data.packing", f"{message}; set it to none, or {context.stage.section_name}.on_policy to 0"
+
+
 def _stale(context: RuleContext) -> Iterator[Violation]:
     rollout = context.rollout
     key = "rollout.max_staleness"
@@ -208,6 +215,7 @@ ROLLOUT_RULES = (
         _late_server,
     ),
     Rule("the reward `environment` without an environment", "nothing would compute it", (), _no_environment),
+    Rule("`data.packing` with rollouts", "a sample has one prompt", (), _packed_prompts),
     Rule("`data.num_workers` with rollouts", "batches of a rollout cannot be prepared in advance", (), _read_ahead),
 )
 """Rules between sections, for stages with rollouts."""

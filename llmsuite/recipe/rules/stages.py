@@ -9,7 +9,7 @@ from llmsuite.adapters.parameters import factor_shapes
 from llmsuite.base.errors import UserError
 from llmsuite.contract.schema.rule import Rule, Violation
 from llmsuite.contract.schema.section import changed_keys, value_at
-from llmsuite.contract.schema.stage_keys import HasReference
+from llmsuite.contract.schema.stage_keys import HasMean, HasReference
 from llmsuite.models.block_quant import LLM_INT8
 from llmsuite.models.protocols import HasShapes, num_stored_mtp_layers
 from llmsuite.models.targets import expert_modules, has_own_head, linear_modules, matches, quantised_modules
@@ -75,6 +75,19 @@ def _unused_in_stage(context: RuleContext) -> Iterator[Violation]:
         *path, name = key.split(".")
         if name in changed_keys(value_at(context.recipe, *path)):
             yield key, reason
+
+
+def _grouped_means(context: RuleContext) -> Iterator[Violation]:
+    if not isinstance(context.section, HasMean) or context.section.mean != "micro_batches":
+        return
+    recipe = context.recipe
+    name = f"{context.stage.section_name}.mean"
+    if recipe.train.micro_batch_tokens is not None:
+        message = f"is {recipe.train.micro_batch_tokens}, but {name} averages each micro-batch by itself"
+        yield "train.micro_batch_tokens", f"{message}; set it to null, and train.micro_batch_size"
+    elif recipe.data.group_by_length and recipe.train.micro_batch_size > 1:
+        message = f"puts samples of one length together, but {name} averages each micro-batch by itself"
+        yield "data.group_by_length", f"{message}; set it to false"
 
 
 def _no_checkpoint_to_roll_back_to(context: RuleContext) -> Iterator[Violation]:
@@ -342,6 +355,12 @@ _UNUSED_KEYS = Rule(
 )
 
 STAGE_RULES = (
+    Rule(
+        "`mean` `micro_batches` with `micro_batch_tokens`, or with `group_by_length` and several samples each",
+        "lengths would decide which samples are averaged together",
+        (),
+        _grouped_means,
+    ),
     Rule(
         "`roll_back` without `save_steps`",
         "there is no checkpoint to return to",

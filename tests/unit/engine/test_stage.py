@@ -33,6 +33,9 @@ from tests.support.paths import DATA, ROOT
 SHOWN = {"async_rollout", "generation", "step_programs"}
 """Capabilities that are bases and methods of a class."""
 
+SAMPLING = {"gkd": {"on_policy": 0.5}}
+"""Keys with which a stage has rollouts, where it has none by default."""
+
 
 def spec_of(registry: Registry, name: str) -> StageSpec:
     spec = registry.stages[name]
@@ -53,7 +56,7 @@ def made(registry: Registry, name: str, key: str = "", value: Any = None) -> tup
 def first_batches(registry: Registry, name: str, key: str = "", value: Any = None) -> list[Batch]:
     """Batches of one sample each; none of a stage with rollouts, whose samples have no completions yet."""
     stage, plan = made(registry, name, key, value)
-    if isinstance(stage, RolloutStage):
+    if plan.train.profile.updates:
         return []
     samples = stage.reader.read(plan.data.train_path)
     return [stage.collate([sample]) for sample in itertools.islice(samples, 3)]
@@ -63,10 +66,10 @@ def first_batches(registry: Registry, name: str, key: str = "", value: Any = Non
 def test_a_stage_claims_what_its_class_shows(name: str, registry: Registry) -> None:
     spec = spec_of(registry, name)
     cls = spec.factory()
-    profile = spec.profile(spec.config_cls())
+    profile = spec.profile(spec.config_cls(**SAMPLING.get(name, {})))
     assert spec.capabilities & SHOWN == shown_capabilities(cls)
     assert issubclass(cls, RolloutStage) == (profile.updates > 0)
-    assert issubclass(cls, StatefulStage) == (profile.updates > 0)
+    assert issubclass(cls, StatefulStage) == ("reward" in spec.sections)  # which rewards have no signal is counted
     assert issubclass(cls, CriticStage) == (profile.critic is not None)
 
 

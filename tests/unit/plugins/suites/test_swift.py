@@ -365,7 +365,6 @@ def test_adapters_and_losses(converted: Converted) -> None:
         ({**RLHF, "loss_type": ["sigmoid", "sft"]}, "loss_type = sigmoid,sft"),
         ({**RLHF, "packing": True}, "a pack of pairs is two rows here"),
         ({**RLHF, "truncation_strategy": "right"}, "truncation_strategy = right"),
-        ({**RLHF, "rlhf_type": "gkd"}, "rlhf_type gkd divides its loss by the tokens of each micro-batch"),
         ({**RLHF, "rlhf_type": "ppo"}, "llmsuite recipe new --stage ppo"),
         ({**BARE, "command": "swift pt"}, "swift pt trains on each text separately"),
     ],
