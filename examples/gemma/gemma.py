@@ -17,6 +17,7 @@ class GemmaConfig(DenseConfig):
     network: ClassVar = "llmsuite.models.dense:ScaledLM"
     architectures: ClassVar = {"gemma": "GemmaForCausalLM"}
     fixed: ClassVar = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+    written: ClassVar = {"hidden_act": "gelu_pytorch_tanh"}
 
     model_type: Literal["gemma"] = "gemma"
     """The only one."""

@@ -204,6 +204,7 @@ class GroupedQueryConfig(RotaryConfig):
         return values
 
 
+@in_written_order
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DenseConfig(GroupedQueryConfig):
     """Shape of a dense decoder that is a description: `shape_spec` decides its layers and the names of its parameters
@@ -220,6 +221,8 @@ class DenseConfig(GroupedQueryConfig):
     """Class in HF transformers of each `model_type`."""
     fixed: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu"}
     """Keys of config.json that have only one supported value."""
+    written: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu"}
+    """Those of them that are written."""
     without_effect: ClassVar[tuple[str, ...]] = ()
     """Keys of config.json that change no logit."""
     hf_defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
@@ -250,7 +253,7 @@ class DenseConfig(GroupedQueryConfig):
         if self.head_dim is None and type(self).head_dim is None:  # HF's config has no such key, and would use the null
             del shape["head_dim"]
         architecture = self.architectures[shape["model_type"]]
-        return with_head(self, {"architectures": [architecture], **self.fixed, **shape, "torch_dtype": "float32"})
+        return with_head(self, {"architectures": [architecture], **self.written, **shape, "torch_dtype": "float32"})
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules between the fields, as (field, message)."""

@@ -39,6 +39,7 @@ class GemmaConfig(DenseConfig):
         "attention_bias": False,
         "use_bidirectional_attention": False,
     }
+    written: ClassVar[Mapping[str, Any]] = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
     without_effect: ClassVar[tuple[str, ...]] = ("cache_implementation",)
     hf_defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "gemma2": {
