@@ -222,7 +222,7 @@ class DenseConfig(GroupedQueryConfig):
     fixed: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu"}
     """Keys of config.json that have only one supported value."""
     written: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu"}
-    """Those of them that are written."""
+    """Keys with one value that are written to config.json."""
     without_effect: ClassVar[tuple[str, ...]] = ()
     """Keys of config.json that change no logit."""
     hf_defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
@@ -257,12 +257,16 @@ class DenseConfig(GroupedQueryConfig):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules between the fields, as (field, message)."""
+        yield from self.head_problems()
+        yield from super().problems()
+
+    def head_problems(self) -> Iterator[tuple[str, str]]:
+        """Rules for the size of a head, as (field, message)."""
         heads = self.num_attention_heads
         if self.head_dim is None and self.hidden_size % heads:
             yield "hidden_size", f"is {self.hidden_size}, not a multiple of num_attention_heads = {heads}"
         elif self.head_size % 2:
             yield "head_dim", f"is {self.head_size}; rotary positions need an even head size"
-        yield from super().problems()
 
     def shape_spec(self) -> ShapeSpec:
         """The description of the model."""

@@ -40,7 +40,7 @@ class GemmaConfig(DenseConfig):
         "use_bidirectional_attention": False,
     }
     written: ClassVar[Mapping[str, Any]] = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
-    without_effect: ClassVar[tuple[str, ...]] = ("cache_implementation",)
+    without_effect: ClassVar[tuple[str, ...]] = ("cache_implementation", "sliding_window_size")
     hf_defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "gemma2": {
             "attn_logit_softcapping": 50.0,
@@ -212,5 +212,11 @@ SMOKE: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 """Small enough for a laptop, with layers of either kind."""
-SMOKE_KEEPS = ("model_type", "tie_word_embeddings", "rope_local_base_freq")
+SMOKE_KEEPS = (
+    "model_type",
+    "tie_word_embeddings",
+    "rope_local_base_freq",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+)
 """Fields that decide which code runs: `--smoke` keeps them as the recipe has them."""

@@ -71,11 +71,6 @@ class LlamaConfig(DenseConfig):
         if self.head_size > 4096:
             yield "head_dim", f"is {self.head_size} (hidden_size / num_attention_heads); at most 4096 is supported"
             return
-        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
-            heads = self.num_attention_heads
-            yield "hidden_size", f"is {self.hidden_size}, not a multiple of num_attention_heads = {heads}"
-        elif self.head_size % 2:
-            yield "head_dim", f"is {self.head_size}; rotary positions need an even head size"
         for key in ("attention_bias", "mlp_bias"):
             if self.model_type == "mistral" and getattr(self, key):
                 yield key, "is true; a mistral has no biases"

@@ -60,8 +60,8 @@ class QwenShape(DenseConfig):
             return self.head_dim
         return 128 if self.has_head_norms else self.hidden_size // self.num_attention_heads
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Rules between the fields, as (field, message)."""
+    def head_problems(self) -> Iterator[tuple[str, str]]:
+        """Rules for the size of a head, as (field, message)."""
         heads = self.num_attention_heads
         if self.has_qkv_bias and self.head_size * heads != self.hidden_size:
             if self.head_dim is None:
@@ -71,7 +71,6 @@ class QwenShape(DenseConfig):
                 yield "head_dim", f"is {self.head_dim}; with {self.model_type} it is {size}, leave it out"
         elif self.head_size % 2:
             yield "head_dim", f"is {self.head_size}; rotary positions need an even head size"
-        yield from super().problems()
 
     @classmethod
     def from_hf(cls, data: Mapping[str, Any]) -> Self:
