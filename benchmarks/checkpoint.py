@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def shape(megabytes: int) -> Any:
     """A Llama with about so many bytes of float32 parameters."""
-    from llmsuite.models.llama.config import LlamaConfig
+    from llmsuite.models.families.llama import LlamaConfig
 
     hidden = 1024
     middle = 2816

@@ -243,12 +243,12 @@ def sft_stage(rows: Path, tokenizer: Path, length: int) -> Any:
 def small_llama(vocab_size: int, length: int) -> Any:
     """The width of SmolLM2-135M in two layers."""
     from llmsuite.devices.ops import Ops
+    from llmsuite.models.dense import DenseLM
+    from llmsuite.models.families.llama import PRESETS, LlamaConfig
     from llmsuite.models.initial_values import initial_values
-    from llmsuite.models.llama.config import PRESETS, LlamaConfig
-    from llmsuite.models.llama.layers import Llama
 
     shape = {**PRESETS["smollm2-135m"], "num_hidden_layers": 2, "vocab_size": vocab_size}
-    model = Llama(LlamaConfig(**shape), Ops())
+    model = DenseLM(LlamaConfig(**shape), Ops())
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:
             parameter.set_value(initial_values(0, name, parameter.shape, 0.02))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from llmsuite.adapters.methods import BUILT_IN
+from llmsuite.contract.dense_family import dense_family
 from llmsuite.contract.hookspecs import hookimpl
 from llmsuite.contract.schema.environment import EnvironmentSection
 from llmsuite.contract.schema.reward import RewardSection
@@ -218,7 +219,7 @@ def _rollout_stages() -> list[StageSpec]:
     ]
 
 
-def _family(name: str, cls: str, help: str, hf_model_types: tuple[str, ...], gguf: tuple[str, ...] = ()) -> ModelFamily:
+def _family(name: str, cls: str, help: str, hf_model_types: tuple[str, ...]) -> ModelFamily:
     """Return the family whose code is in `llmsuite.models.NAME`; its layers are imported when they are needed."""
     package = f"llmsuite.models.{name}"
     config = importlib.import_module(f"{package}.config")
@@ -234,6 +235,20 @@ def _family(name: str, cls: str, help: str, hf_model_types: tuple[str, ...], ggu
         shard_plan=importlib.import_module(f"{package}.shard_plan").PLAN,
         shape_spec=lambda shape: pkgutil.resolve_name(f"{package}.shape_spec:shape_spec")(shape),
         hf_model_types=hf_model_types,
+    )
+
+
+def _dense(name: str, cls: str, help: str, hf_model_types: tuple[str, ...], gguf: tuple[str, ...] = ()) -> ModelFamily:
+    """Return the dense decoder whose description is in `llmsuite.models.families.NAME`."""
+    module = importlib.import_module(f"llmsuite.models.families.{name}")
+    return dense_family(
+        name=name,
+        help=help,
+        config_cls=getattr(module, f"{cls}Config"),
+        presets=module.PRESETS,
+        smoke=module.SMOKE,
+        smoke_keeps=module.SMOKE_KEEPS,
+        hf_model_types=hf_model_types,
         gguf_architectures=gguf,
     )
 
@@ -241,12 +256,16 @@ def _family(name: str, cls: str, help: str, hf_model_types: tuple[str, ...], ggu
 @hookimpl
 def llmsuite_register_models() -> list[ModelFamily]:
     return [
-        _family(
-            "llama", "Llama", "Llama 1, 2, 3.x, SmolLM2, TinyLlama, Mistral", ("llama", "mistral"), gguf=("llama",)
-        ),
-        _family("qwen", "Qwen", "Qwen2, Qwen2.5, dense Qwen3", ("qwen2", "qwen3"), gguf=("qwen2", "qwen3")),
+        _dense("llama", "Llama", "Llama 1, 2, 3.x, SmolLM2, TinyLlama, Mistral", ("llama", "mistral"), gguf=("llama",)),
+        _dense("qwen", "Qwen", "Qwen2, Qwen2.5, dense Qwen3", ("qwen2", "qwen3"), gguf=("qwen2", "qwen3")),
         _family("qwen_moe", "QwenMoe", "Qwen2-MoE, Qwen3-MoE", ("qwen2_moe", "qwen3_moe")),
-        _family("ernie", "Ernie", "ERNIE-4.5 without experts", ("ernie4_5",)),
+        _dense("ernie", "Ernie", "ERNIE-4.5 without experts", ("ernie4_5",)),
+        _dense("gemma", "Gemma", "Gemma 2 and 3 for text", ("gemma2", "gemma3_text")),
+        _dense("granite", "Granite", "Granite 3.x without experts", ("granite",)),
+        _dense("smollm3", "SmolLM3", "SmolLM3", ("smollm3",)),
+        _dense("olmo", "Olmo", "OLMo 2", ("olmo2",)),
+        _dense("seed_oss", "SeedOss", "Seed-OSS", ("seed_oss",)),
+        _dense("glm", "Glm", "GLM-4-0414, GLM-Z1", ("glm4",)),
         _family("ernie_moe", "ErnieMoe", "ERNIE-4.5 with experts", ("ernie4_5_moe",)),
         _family("gpt", "GPT", "GPT-2, GPT-3", ("gpt2", "gpt")),
         _family("deepseek", "DeepSeek", "DeepSeek-V2, V2-Lite, V3", ("deepseek_v2", "deepseek_v3")),

@@ -1,76 +1,52 @@
-"""Gemma 1.1: a Llama with GeGLU, gains of 1 + weight, an embedding times the root of its width, and a tied head."""
+"""Gemma 1.1: gains of 1 + weight, a GeGLU, an embedding times the root of its width, and a tied head."""
 
 import dataclasses
+from typing import ClassVar, Literal
 
 import llmsuite
-from llmsuite.contract.hookspecs import ModelFamily
-from llmsuite.models.llama import names
-from llmsuite.models.llama.config import SMOKE, LlamaConfig
-from llmsuite.models.llama.shard_plan import PLAN
-
-OURS = {"model_type": "gemma", "architectures": ["GemmaForCausalLM"], "hidden_act": "gelu_pytorch_tanh"}
+from llmsuite.contract.dense_family import dense_family
+from llmsuite.models.decoder_config import SMALL, DenseConfig
+from llmsuite.models.shape_spec import GatedMLP
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GemmaConfig(LlamaConfig):
+class GemmaConfig(DenseConfig):
+    """Names and defaults are those of HF's config.json."""
+
+    family: ClassVar = "gemma1"
+    network: ClassVar = "llmsuite.models.dense:ScaledLM"
+    architectures: ClassVar = {"gemma": "GemmaForCausalLM"}
+    fixed: ClassVar = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+    written: ClassVar = {"hidden_act": "gelu_pytorch_tanh"}
+
+    model_type: Literal["gemma"] = "gemma"
+    """The only one."""
+    vocab_size: int = 256000
+    hidden_size: int = 3072
+    intermediate_size: int = 24576
+    num_hidden_layers: int = 28
+    num_attention_heads: int = 16
+    num_key_value_heads: int = 16
+    head_dim: int | None = 256
+    """Size of a head; null for hidden_size / num_attention_heads."""
+    max_position_embeddings: int = 8192
     tie_word_embeddings: bool = True
-    """Whether the output projection is the embedding."""
+    attention_bias: bool = False
+    """True where queries, keys, values and the output of attention have biases."""
+    bos_token_id: int | None = 2
+    eos_token_id: int | None = 1
 
-    def to_hf(self):
-        return super().to_hf() | OURS
-
-    @classmethod
-    def from_hf(cls, data):
-        return super().from_hf(dict(data) | {"model_type": "llama", "hidden_act": "silu"})  # the rest is a Llama's
-
-
-def network():
-    import paddle.nn.functional as F
-    from paddle.nn.initializer import Constant
-
-    from llmsuite.models.blocks import GatedMLP, RMSNorm
-    from llmsuite.models.llama.layers import Llama
-
-    class GemmaNorm(RMSNorm):
-        def __init__(self, size, eps, ops):
-            super().__init__(size, eps, ops)
-            self.weight = self.create_parameter([size], default_initializer=Constant(0.0))
-
-        def forward(self, x):
-            return self.norm(x, 1.0 + self.weight, self.eps)
-
-    class GeGLU(GatedMLP):
-        def forward(self, x):
-            return self.down_proj(F.gelu(self.gate_proj(x), approximate=True) * self.up_proj(x))
-
-    class Gemma(Llama):
-        def __init__(self, config, ops):
-            super().__init__(config, ops)
-            size = config.hidden_size
-            eps = config.rms_norm_eps
-            for layer in self.model.layers:
-                layer.mlp = GeGLU(size, config.intermediate_size, ops)
-                layer.input_layernorm, layer.post_attention_layernorm = (GemmaNorm(size, eps, ops) for _ in range(2))
-            self.model.norm = GemmaNorm(size, eps, ops)
-
-        def embed(self, input_ids, start=0, document_starts=None):  # in training
-            return super().embed(input_ids, start, document_starts) * self.config.hidden_size**0.5
-
-        def embed_at(self, input_ids, positions):  # in generation
-            return super().embed_at(input_ids, positions) * self.config.hidden_size**0.5
-
-    return Gemma
+    def shape_spec(self):
+        attention = self.grouped_query(biased=self.attention_bias, output_biased=self.attention_bias)
+        layer = self.layer(attention, GatedMLP(width=self.intermediate_size, activation="gelu_tanh"), norm="offset_rms")
+        return self.decoder(layer, norm="offset_rms", embedding_scale=self.hidden_size**0.5)
 
 
-FAMILY = ModelFamily(
-    name="gemma",
+FAMILY = dense_family(
+    name="gemma1",
     help="Gemma 1.1",
     config_cls=GemmaConfig,
-    presets={},
-    smoke=SMOKE | {"tie_word_embeddings": True},
-    factory=network,
-    names=lambda: names,
-    shard_plan=PLAN,
+    smoke=SMALL | {"tie_word_embeddings": True},
     hf_model_types=("gemma",),
 )
 

@@ -27,8 +27,9 @@ def identity(x: Tensor) -> Tensor:
     return x
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Softmax(q k^T / sqrt(K) + mask) v. q [B, L, H, K]; k, v [B, S, J, K] -> [B, L, H, K]."""
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cap: float | None = None) -> Tensor:
+    """Softmax(q k^T / sqrt(K) + mask) v. q [B, L, H, K]; k, v [B, S, J, K] -> [B, L, H, K]. `cap` as in
+    `capped_attention`."""
     groups = q.shape[2] // k.shape[2]
     if groups > 1:
         k, v = (paddle.stack([x] * groups, 3).reshape([0, 0, -1, x.shape[-1]]) for x in (k, v))
@@ -36,9 +37,19 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     q, k, v = (x.transpose([0, 2, 1, 3]) for x in (q, k, v))
     # queries are scaled, not scores: those are larger, and may overflow in fp16
     scores = paddle.matmul(q * scale, k, transpose_y=True)
+    if cap is not None:
+        scores = cap * paddle.tanh(scores / cap)
     if mask is not None:
         scores = scores + mask
     return paddle.matmul(F.softmax(scores, -1), v).transpose([0, 2, 1, 3])
+
+
+def capped_attention(cap: float, heads_first: bool, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """`attention` with scores s that become cap * tanh(s / cap) before the mask is added (Gemma 2). With `heads_first`
+    k and v are [B, J, S, K], as those of a cache."""
+    if heads_first:
+        k, v = (x.transpose([0, 2, 1, 3]) for x in (k, v))
+    return attention(q, k, v, mask, cap)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -26,7 +26,6 @@ from llmsuite.models.exact import describe_module
 from llmsuite.models.head import head_of, is_tied
 from llmsuite.models.linear import Linear
 from llmsuite.models.logit_ops import LogitOps
-from llmsuite.models.rope import magnitude
 from llmsuite.models.rotation import rotation, rotation_at
 
 LayerCache = tuple[Tensor, Tensor]
@@ -345,6 +344,9 @@ class CausalLM(nn.Layer):
         self.config = config
         self.ops = ops
         self.window: int | None = getattr(config, "sliding_window", None)
+        """Size of the attention window of its layers, or of some of them; None for full attention."""
+        self.windows: tuple[int | None, ...] = (self.window,)
+        """Windows that layers get masks for."""
         self.logit_ops = LogitOps(ops)
         self.input_form = InputForm()
         self.decoding = DecodingKernels()
@@ -367,13 +369,18 @@ class CausalLM(nn.Layer):
         the positions from `start`, or for those in the documents of `document_starts` (see `hidden_states`)."""
         raise AssertionError(f"{type(self).__name__} has to define layer_inputs")
 
-    def mask(self, start: int, length: int, dtype: Any, document_starts: Tensor | None) -> Tensor | None:
-        """The attention mask in the form that `ops.attention` takes; arguments as in `layer_inputs`."""
+    def masks(self, start: int, length: int, dtype: Any, document_starts: Tensor | None) -> list[Tensor | None]:
+        """The attention mask of each of `windows`, in the form that `ops.attention` takes; arguments as in
+        `layer_inputs`."""
         keys = start + length
-        window = [] if self.window is None or self.window >= keys else [self.window]
-        if document_starts is not None:
-            return self.ops.document_mask(document_starts, dtype, *window)
-        return self.ops.causal_mask(length, keys, dtype, *window)
+        made: dict[int | None, Tensor | None] = {}
+        for window in self.windows:
+            given = [] if window is None or window >= keys else [window]
+            if document_starts is not None:
+                made[window] = self.ops.document_mask(document_starts, dtype, *given)
+            else:
+                made[window] = self.ops.causal_mask(length, keys, dtype, *given)
+        return [made[window] for window in self.windows]
 
     def hidden_states(
         self, input_ids: Tensor, cache: list[LayerCache] | None = None, document_starts: Tensor | None = None
@@ -471,8 +478,9 @@ class CausalLM(nn.Layer):
             keys = paddle.arange(start)
         positions = paddle.clip(queries.unsqueeze(0) - padding.unsqueeze(1), min=0)
         x = self.embed_at(input_ids, positions) if stage_input is None else stage_input
-        mask = step_mask(queries, keys, padding, x.dtype, prefix_len, self.window)
-        inputs = self.input_form.layer_inputs_at(self, positions, mask, x.dtype)
+        made = {w: step_mask(queries, keys, padding, x.dtype, prefix_len, w) for w in set(self.windows)}
+        masks = tuple(made[window] for window in self.windows)
+        inputs = self.input_form.layer_inputs_at(self, positions, masks[0] if len(masks) == 1 else masks, x.dtype)
         present = []
         for i, layer in enumerate(self.model.layers):
             past: Any = None
@@ -491,9 +499,9 @@ class CausalLM(nn.Layer):
         """Input ids [B, L] at the positions [B, L] to the input of the first layer, [B, L, D]."""
         return self.model.embed_tokens(input_ids)
 
-    def layer_inputs_at(self, positions: Tensor, mask: Tensor, dtype: Any) -> tuple[Tensor | None, ...]:
-        """The inputs of every layer, as `layer_inputs`, for positions [B, L] and a mask [B, 1, L, S] added to
-        scores."""
+    def layer_inputs_at(self, positions: Tensor, mask: Any, dtype: Any) -> tuple[Tensor | None, ...]:
+        """The inputs of every layer, as `layer_inputs`, for positions [B, L] and a mask [B, 1, L, S] added to scores:
+        a tuple of them where the model has several `windows`."""
         raise AssertionError(f"{type(self).__name__} has to define layer_inputs_at")
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -549,24 +557,45 @@ class CausalLM(nn.Layer):
 
 
 class RotaryLM(CausalLM):
-    """A decoder whose layers take a rotation and a mask."""
+    """A decoder whose layers take a rotation and a mask.
 
-    def __init__(self, config: Any, ops: Ops, layers: Sequence[nn.Layer], norm: nn.Layer):
-        """`config` has the fields of `decoder_config.RotaryConfig` besides those that `CausalLM` needs."""
+    Layers may differ in both: the inputs of layers are the cos, sin and mask of each kind of attention, one kind after
+    the other.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        ops: Ops,
+        layers: Sequence[nn.Layer],
+        norm: nn.Layer,
+        kinds: Sequence[tuple[int, int | None]] | None = None,
+    ):
+        """`config` has the fields of `decoder_config.RotaryConfig` besides those that `CausalLM` needs. `kinds` are the
+        different attentions of its layers, as (index of the rotary table, window); None where all are alike."""
         super().__init__(config, ops, layers, norm)
-        self._frequencies = config.rope_frequencies()
-        self._magnitude = magnitude(config.rope_scaling)
+        tables = config.rotations()
+        chosen = [(0, self.window)] if kinds is None else kinds
+        self.windows = tuple(window for _, window in chosen)
+        self._rotations = [tables[rotation] for rotation, _ in chosen]
 
     def layer_inputs(
         self, start: int, length: int, dtype: Any, document_starts: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
-        """Rotation and mask."""
-        cos, sin = rotation(self._frequencies, self._magnitude, start, length, dtype, document_starts)
-        return cos, sin, self.mask(start, length, dtype, document_starts)
+        """Rotation and mask, of each kind of attention."""
+        inputs: list[Tensor | None] = []
+        masks = self.masks(start, length, dtype, document_starts)
+        for (frequencies, scale), mask in zip(self._rotations, masks):
+            inputs += [*rotation(frequencies, scale, start, length, dtype, document_starts), mask]
+        return tuple(inputs)
 
-    def layer_inputs_at(self, positions: Tensor, mask: Tensor, dtype: Any) -> tuple[Tensor | None, ...]:
-        """Rotation and mask."""
-        return (*rotation_at(self._frequencies, self._magnitude, positions, dtype), mask)
+    def layer_inputs_at(self, positions: Tensor, mask: Any, dtype: Any) -> tuple[Tensor | None, ...]:
+        """Rotation and mask, of each kind of attention."""
+        masks = (mask,) if len(self.windows) == 1 else mask
+        inputs: list[Tensor | None] = []
+        for (frequencies, scale), own in zip(self._rotations, masks):
+            inputs += [*rotation_at(frequencies, scale, positions, dtype), own]
+        return tuple(inputs)
 
 
 def is_mtp(layer: nn.Layer) -> bool:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from annotated_types import Ge, Gt, Le
+from typing_extensions import Self
 
 from llmsuite.base.errors import UserError
-from llmsuite.models.head import Head, read_head
-from llmsuite.models.hf_config import kept_keys
+from llmsuite.models.head import Head, read_head, with_head
+from llmsuite.models.hf_config import check_keys, kept_keys
 from llmsuite.models.rope import frequencies, magnitude, read_hf
+from llmsuite.models.shape_spec import GatedMLP, GroupedQuery, LayerSpec, ShapeSpec
 
 PositiveInt = Annotated[int, Gt(0), Le(1 << 30)]
 NonNegativeInt = Annotated[int, Ge(0), Le(1 << 30)]
@@ -27,6 +29,20 @@ NumLayers = Annotated[int, Gt(0), Le(10_000)]
 MAX_EXPERTS = 1 << 20
 """Experts of all layers together."""
 MAX_ROTARY = 4096
+SMALL: Mapping[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""Sizes of a model that is small enough for a laptop; its vocabulary is that of data/tokenizer."""
 
 _Config = TypeVar("_Config", bound=type)
 
@@ -122,6 +138,11 @@ class RotaryConfig(DecoderConfig):
         """
         return frequencies(self.rotary_size, self.rope_theta, self.rope_scaling, self.rope_kinds)
 
+    def rotations(self) -> list[tuple[list[float], float]]:
+        """The rotary tables of the model: the frequencies of each, and its factor of cos and sin. Layers name theirs by
+        its index (`shape_spec.GroupedQuery.rotation`)."""
+        return [(self.rope_frequencies(), magnitude(self.rope_scaling))]
+
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules between the fields, as (field, message)."""
         yield from super().problems()
@@ -129,8 +150,7 @@ class RotaryConfig(DecoderConfig):
             yield "hidden_size", f"gives heads with {self.rotary_size} rotary sizes; at most {MAX_ROTARY}"
             return
         try:
-            self.rope_frequencies()
-            magnitude(self.rope_scaling)
+            self.rotations()
         except UserError as error:
             yield "rope_scaling", str(error)
 
@@ -182,3 +202,100 @@ class GroupedQueryConfig(RotaryConfig):
             defaults = {f.name: f.default for f in dataclasses.fields(cls)}
             values["num_key_value_heads"] = {**defaults, **values}["num_attention_heads"]
         return values
+
+
+@in_written_order
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DenseConfig(GroupedQueryConfig):
+    """Shape of a dense decoder that is a description: `shape_spec` decides its layers and the names of its parameters
+    (`models.dense`, `models.dense_names`). A family is a subclass with its fields and its `shape_spec`."""
+
+    network: ClassVar[str] = "llmsuite.models.dense:DenseLM"
+    """Address of the class of the model, for `pkgutil.resolve_name`: `ScaledLM` where the description has a factor of
+    the embedding or of the logits, or a cap of the logits."""
+    uncut: ClassVar[str | None] = None
+    """The reason why the model cannot be cut over tensor parallel ranks; None where it can."""
+    family: ClassVar[str] = ""
+    """Name of the family, for messages."""
+    architectures: ClassVar[Mapping[str, str]] = {}
+    """Class in HF transformers of each `model_type`."""
+    fixed: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu"}
+    """Keys of config.json that have only one supported value."""
+    written: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu"}
+    """Keys with one value that are written to config.json."""
+    without_effect: ClassVar[tuple[str, ...]] = ()
+    """Keys of config.json that change no logit."""
+    hf_defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """Values of keys that config.json omits, by `model_type`, where they are not the defaults of the fields."""
+    hf_parts: ClassVar[Mapping[str, str]] = {}
+    """Modules of a layer that have another name in HF's files than here, by our name. Several modules with one name are
+    equal parts of one matrix there, in this order."""
+
+    @classmethod
+    def from_hf(cls, data: Mapping[str, Any]) -> Self:
+        """From the content of HF's config.json.
+
+        Raises:
+            UserError: it asks for something this family does not have, or has keys it does not know.
+        """
+        defaults = {f.name: f.default for f in dataclasses.fields(cls)}
+        check_keys(data, cls.family, {*defaults, "rope_parameters", *cls.without_effect}, cls.fixed)
+        omitted = {"head_dim": defaults["head_dim"], **cls.hf_defaults.get(data.get("model_type", ""), {})}
+        if defaults["num_key_value_heads"] != defaults["num_attention_heads"]:
+            omitted["num_key_value_heads"] = defaults["num_key_value_heads"]
+        rope = data.get("rope_parameters") or {}  # transformers 5 has more fields there
+        moved = {key: rope[key] for key in rope if key in defaults}
+        return cls(**cls.hf_fields({**omitted, **moved, **data}, cls.rope_theta))
+
+    def to_hf(self) -> dict[str, Any]:
+        """The content of a config.json that HF transformers reads."""
+        shape = dataclasses.asdict(self)
+        if self.head_dim is None and type(self).head_dim is None:  # HF's config has no such key, and would use the null
+            del shape["head_dim"]
+        architecture = self.architectures[shape["model_type"]]
+        return with_head(self, {"architectures": [architecture], **self.written, **shape, "torch_dtype": "float32"})
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Rules between the fields, as (field, message)."""
+        yield from self.head_problems()
+        yield from super().problems()
+
+    def head_problems(self) -> Iterator[tuple[str, str]]:
+        """Rules for the size of a head, as (field, message)."""
+        heads = self.num_attention_heads
+        if self.head_dim is None and self.hidden_size % heads:
+            yield "hidden_size", f"is {self.hidden_size}, not a multiple of num_attention_heads = {heads}"
+        elif self.head_size % 2:
+            yield "head_dim", f"is {self.head_size}; rotary positions need an even head size"
+
+    def shape_spec(self) -> ShapeSpec:
+        """The description of the model."""
+        raise AssertionError(f"{type(self).__name__} has no shape_spec")
+
+    def grouped_query(self, **choices: Any) -> GroupedQuery:
+        """The attention of the config's sizes, with the fields in `choices`."""
+        return GroupedQuery(
+            heads=self.num_attention_heads, kv_heads=self.num_key_value_heads, head_size=self.head_size, **choices
+        )
+
+    def layer(self, attention: GroupedQuery, mlp: GatedMLP | None = None, **choices: Any) -> LayerSpec:
+        """A layer of an attention and an MLP (None: one without biases), with the fields in `choices`."""
+        if mlp is None:
+            mlp = GatedMLP(width=self.intermediate_size)
+        return LayerSpec(attention=attention, mlp=mlp, **choices)
+
+    def decoder(self, layers: LayerSpec | Sequence[LayerSpec], **choices: Any) -> ShapeSpec:
+        """The model of these layers, or of one that is repeated, with the fields in `choices`."""
+        if isinstance(layers, LayerSpec):
+            layers = [layers] * self.num_hidden_layers
+        return ShapeSpec(hidden=self.hidden_size, vocabulary=self.vocab_size, layers=layers, **choices)
+
+    @property
+    def paddlenlp_prefix(self) -> str | None:
+        """The prefix that PaddleNLP writes instead of `model.`; None where it has no such model."""
+        return None
+
+    @property
+    def gguf_interleaves(self) -> bool:
+        """True where GGUF has the rotary halves of queries and keys as neighbours."""
+        return False

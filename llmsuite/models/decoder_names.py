@@ -41,15 +41,18 @@ def layer_shapes(hidden: int, attention: Shapes, mlp: Shapes) -> Shapes:
     }
 
 
-def attention_shapes(config: Any, qkv_bias: bool = False, o_bias: bool = False, qk_norm: bool = False) -> Shapes:
-    """The parameters of `blocks.Attention`."""
+def attention_shapes(
+    config: Any, qkv_bias: bool = False, o_bias: bool = False, qk_norms: tuple[int, int] | None = None
+) -> Shapes:
+    """The parameters of `blocks.Attention`; `qk_norms` are the sizes of the norms of queries and keys, where it has
+    them."""
     hidden = config.hidden_size
     queries, keys = (heads * config.head_size for heads in (config.num_attention_heads, config.num_key_value_heads))
     shapes: Shapes = {}
     for part, size in zip("qkv", (queries, keys, keys)):
         shapes |= _matrix(f"{part}_proj", hidden, size, qkv_bias)
     shapes |= _matrix("o_proj", queries, hidden, o_bias)
-    return shapes | ({f"{part}_norm.weight": (config.head_size,) for part in "qk"} if qk_norm else {})
+    return shapes | {f"{part}_norm.weight": (size,) for part, size in zip("qk", qk_norms or ())}
 
 
 def mlp_shapes(hidden: int, width: int, bias: bool = False) -> Shapes:

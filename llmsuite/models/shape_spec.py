@@ -1,6 +1,8 @@
-"""Sizes of the parts of a decoder: `llmsuite plan` derives from them the FLOPs, memory and messages of each layer.
+"""The description of a decoder: the sizes of its parts, and the choices in which architectures differ.
 
-The `shape_spec.py` of a family computes them from a config; its `layers.py` has the code. Imports no Paddle.
+`llmsuite plan` derives from it the FLOPs, memory and messages of each layer. For a dense decoder
+(`decoder_config.DenseConfig.shape_spec`) it is all there is: `models.dense` builds the layers from it, and
+`dense_names` the names of the parameters. Imports no Paddle.
 """
 
 from __future__ import annotations
@@ -12,20 +14,43 @@ from typing import Literal
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedQuery:
-    """Sizes of `blocks.Attention`; without `rotary`, of GPT's attention."""
+    """Grouped-query attention: `blocks.Attention` and `dense.DenseAttention`; without `rotary`, also GPT's."""
 
     heads: int
     kv_heads: int
     head_size: int
     rotary: bool = True
-    normed: bool = False
-    """True where each head of queries and keys is normed."""
+    """False where queries and keys are not rotated: attention without positions."""
+    rotation: int = 0
+    """Index of the rotary table among those of the config (`RotaryConfig.rotations`)."""
+    rotary_size: int | None = None
+    """Number of the first elements of a head that are rotated; None for all."""
+    interleaved: bool = False
+    """True where the elements that are rotated together are neighbours, not halves of the head."""
+    normed: Literal["heads", "rotated", "whole"] | None = None
+    """Norms of queries and keys. heads: of each head, before the rotation. rotated: of each head, after it. whole: of
+    all heads together, before it. None: there are none."""
     biased: bool = False
     """True where queries, keys and values have biases."""
     output_biased: bool = False
     """True where the output has a bias."""
     window: int | None = None
     """Size of the attention window in tokens; None for full causal attention."""
+    scale: float | None = None
+    """Factor of the scores; None for 1 / sqrt(head_size)."""
+    score_cap: float | None = None
+    """C where scores s become C tanh(s / C), before the mask; None for plain scores."""
+
+    @property
+    def is_plain(self) -> bool:
+        """True if `blocks.Attention` computes it."""
+        changed = (self.rotary_size, self.scale, self.score_cap)
+        return self.rotary and self.normed in (None, "heads") and changed == (None, None, None)
+
+    @property
+    def rounds(self) -> bool:
+        """True where a device may round queries, keys and values: nothing but the rotation comes after them."""
+        return self.is_plain and not self.biased and self.normed is None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +80,13 @@ class GatedMLP:
     width: int
     biased: bool = False
     """True where its matrices have biases."""
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    """Function of the gate; gelu_tanh is GELU in its tanh form."""
+
+    @property
+    def rounds(self) -> bool:
+        """True where a device may round what is between its products."""
+        return not self.biased and self.activation == "silu"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,13 +120,21 @@ ATTENTION_MODULES = ("input_layernorm", "self_attn")
 compiles. The second half cannot be compiled, as its routing depends on values."""
 
 
+Norm = Literal["rms", "offset_rms", "layer"]
+"""Kind of a norm; offset_rms is RMSNorm with the gain 1 + weight."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """A pre-norm decoder layer: two norms, attention, MLP, two residuals."""
+    """A decoder layer: attention and MLP, each around a residual."""
 
     attention: GroupedQuery | Latent
     mlp: GatedMLP | GeluMLP | MoE
-    norm: Literal["rms", "layer"] = "rms"
+    norm: Norm = "rms"
+    norms: Literal["before", "after", "both"] = "before"
+    """Place of the norms: before attention and MLP, after them, or both."""
+    residual_scale: float = 1.0
+    """Factor of the outputs of attention and MLP."""
     is_mtp: bool = False
     """True where it is a `moe.MTPLayer`: it takes the embedding of the next token too, and its output is normed."""
 
@@ -108,13 +148,28 @@ class LayerSpec:
         return not isinstance(self.mlp, MoE) or any(f".{module}." in parameter for module in ATTENTION_MODULES)
 
     @property
+    def num_norms(self) -> int:
+        """Number of norms of the residual stream."""
+        return 4 if self.norms == "both" else 2
+
+    @property
+    def score_cap(self) -> float | None:
+        """Cap of its attention scores; None for none."""
+        return self.attention.score_cap if isinstance(self.attention, GroupedQuery) else None
+
+    @property
+    def has_plain_residuals(self) -> bool:
+        """True if `blocks.DecoderLayer` computes it from its parts: with norms before them, and plain sums."""
+        return self.norms == "before" and self.residual_scale == 1.0
+
+    @property
     def is_plain(self) -> bool:
         """True if the layer has no parts that the fused decoding kernel lacks; see `ShapeSpec.is_plain`."""
         attention = self.attention
         mlp = self.mlp
-        has_plain_mlp = isinstance(mlp, GatedMLP) and not mlp.biased
-        has_plain_attention = isinstance(attention, GroupedQuery) and attention.rotary and not attention.output_biased
-        return self.norm == "rms" and has_plain_attention and has_plain_mlp
+        has_plain_mlp = isinstance(mlp, GatedMLP) and mlp.rounds
+        is_grouped = isinstance(attention, GroupedQuery) and attention.is_plain and not attention.output_biased
+        return self.norm == "rms" and self.has_plain_residuals and is_grouped and has_plain_mlp
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,12 +179,31 @@ class ShapeSpec:
     hidden: int
     vocabulary: int
     layers: Sequence[LayerSpec]
-    norm: Literal["rms", "layer"] = "rms"
+    norm: Norm = "rms"
     learned_positions: bool = False
     """True where positions are learned embeddings, not rotary."""
+    embedding_scale: float = 1.0
+    """Factor of the embedding."""
+    logit_scale: float = 1.0
+    """Factor of the logits."""
+    logit_cap: float | None = None
+    """C where logits z become C tanh(z / C); None for plain logits."""
+
+    @property
+    def attention_kinds(self) -> tuple[tuple[int, int | None], ...]:
+        """The different (rotation, window) of the layers, in order: the model makes the inputs of each kind once."""
+        attentions = [layer.attention for layer in self.layers]
+        kinds = [(a.rotation, a.window) if isinstance(a, GroupedQuery) else (0, None) for a in attentions]
+        return tuple(dict.fromkeys(kinds))
+
+    @property
+    def is_scaled(self) -> bool:
+        """True where the embedding or the logits are not those of `blocks.CausalLM`."""
+        return (self.embedding_scale, self.logit_scale, self.logit_cap) != (1.0, 1.0, None)
 
     @property
     def is_plain(self) -> bool:
         """True if all layers are those of `models.blocks` with no biases but those of queries, keys and values: one
         fused kernel can decode a token with such a model (`inference.plain_decoder.unsupported_reason`)."""
-        return self.norm == "rms" and not self.learned_positions and all(layer.is_plain for layer in self.layers)
+        is_whole = self.norm == "rms" and not (self.learned_positions or self.is_scaled)
+        return is_whole and len(self.attention_kinds) == 1 and all(layer.is_plain for layer in self.layers)

@@ -137,23 +137,36 @@ def _edit(shape_spec: ShapeSpec, number: int, batch: MicroBatch, settings: Activ
     )
 
 
+def settings_of(layer: LayerSpec, settings: ActivationSettings) -> ActivationSettings:
+    """The settings for a layer: no kernel computes attention with a cap of its scores."""
+    if layer.score_cap is None:
+        return settings
+    without = frozenset({"attention"})
+    return dataclasses.replace(settings, fused=settings.fused - without, fused_outside=settings.fused_outside - without)
+
+
 def inside_layer(shape_spec: ShapeSpec, number: int, batch: MicroBatch, settings: ActivationSettings) -> float:
     """Bytes that a layer keeps without recompute, or with recompute of its attention only ("selective")."""
     layer = shape_spec.layers[number]
+    settings = settings_of(layer, settings)
     between = hidden_state_bytes(shape_spec.hidden, batch, settings)
     # in a layer with experts only attention and the norm before it are compiled
     of_mlp = settings
     if isinstance(layer.mlp, MoE):
         of_mlp = dataclasses.replace(settings, fused=settings.fused_outside)
-    norms = sum(norm_kept(layer.norm, shape_spec.hidden, batch, how) for how in (settings, of_mlp))
+    each = layer.num_norms // 2
+    norms = sum(each * norm_kept(layer.norm, shape_spec.hidden, batch, how) for how in (settings, of_mlp))
     # of attention and MLP; gathered under sequence parallel
     inputs = sum(_input(shape_spec, number, region, batch, settings) for region in ("self_attn", "mlp"))
+    if layer.norms == "after" and not settings.sequence_parallel:  # they are the residual stream itself
+        inputs = 0.0
     kept = norms + inputs + attention_kept(layer, batch, settings) + mlp_kept(layer, shape_spec.hidden, batch, of_mlp)
     kept -= _inputs_of_last(layer, number, batch, settings)
     if layer.is_mtp:  # norms of both inputs and of the output; the joined inputs, and their product
         plain = dataclasses.replace(settings, fused=settings.fused_outside)
         kept += 3 * norm_kept(layer.norm, shape_spec.hidden, batch, plain) + 3 * between
-    kept += 2 * between + _edit(shape_spec, number, batch, settings)
+    # the outputs of attention and MLP: two sums, or what the norms after them take
+    kept += (2 if layer.norms == "before" else 4) * between + _edit(shape_spec, number, batch, settings)
     return kept + _adapters(layer, number, batch, settings) + _rounded(layer, number, batch, settings)
 
 
@@ -179,12 +192,12 @@ def _inputs_of_last(layer: LayerSpec, number: int, batch: MicroBatch, settings: 
             left += settings.tp * width * (e - _of_last(number, f"self_attn.{name}", e, settings))
     elif "attention" in settings.fused and not settings.attention_keeps_output:
         made = e
-        if what.rotary and not what.biased and not what.normed:
+        if what.rounds:
             made = settings.head_bytes or e
         left += what.heads * what.head_size * (made - _of_last(number, "self_attn.o_proj", made, settings))
     if not isinstance(layer.mlp, MoE):
         made = e
-        if isinstance(layer.mlp, GatedMLP) and not layer.mlp.biased:
+        if isinstance(layer.mlp, GatedMLP) and layer.mlp.rounds:
             made = settings.inner_bytes or e
         left += layer.mlp.width * (made - _of_last(number, "mlp.down_proj", made, settings))
     return left * batch.tokens / settings.tp
@@ -208,10 +221,16 @@ def norm_kept(kind: str, hidden: int, batch: MicroBatch, settings: ActivationSet
     tokens = batch.tokens / (settings.tp if settings.sequence_parallel else 1)
     if kind == "layer":
         return tokens * (2 * 4 + (hidden * settings.num_bytes if settings.is_frozen else 0))  # a gain is outside then
-    if "rms_norm" in settings.fused:
-        return tokens * 4
     wide = 4 * hidden if settings.num_bytes < 4 else 0
-    return tokens * (hidden * settings.num_bytes + wide + 4)
+    gain = _gain_bytes(kind, hidden)
+    if "rms_norm" in settings.fused:
+        return gain + tokens * (4 + (wide if gain else 0))
+    return gain + tokens * (hidden * settings.num_bytes + wide + 4)
+
+
+def _gain_bytes(kind: str, size: int) -> int:
+    """Bytes of the gain of a norm where it is not the parameter itself, but 1 + weight in float32."""
+    return 4 * size if kind == "offset_rms" else 0
 
 
 def _normed_heads(size: float, heads: float, batch: MicroBatch, settings: ActivationSettings) -> float:
@@ -245,15 +264,18 @@ def attention_kept(layer: LayerSpec, batch: MicroBatch, settings: ActivationSett
         return norms + tokens * e * (rotated + heads * (whole * what.width + what.value)) + sums
     size = what.head_size
     kv_heads = what.kv_heads / settings.tp
-    if what.rotary and not what.biased and not what.normed:
+    if what.rounds:
         e = settings.head_bytes or e
     kept = 0.0 if again else float(settings.prefix * settings.prefix_network * e)  # what the network has inside
-    if what.normed:
-        kept += _normed_heads(heads * size, heads, batch, settings) + _normed_heads(
-            kv_heads * size, kv_heads, batch, settings
-        )
+    if what.normed is not None:
+        kept += 2 * _gain_bytes(layer.norm, size)
+        groups = (1, 1) if what.normed == "whole" else (heads, kv_heads)
+        for count, num_norms in zip((heads, kv_heads), groups):
+            kept += _normed_heads(count * size, num_norms, batch, settings)
     if what.rotary and "rotary" not in settings.fused:
-        kept += tokens * e * (heads + kv_heads) * size  # both halves of queries and keys, unrotated
+        kept += (
+            tokens * e * (heads + kv_heads) * (what.rotary_size or size)
+        )  # both halves of queries and keys, unrotated
     output = tokens * e * heads * size
     if again:
         return kept + tokens * e * (heads + 2 * kv_heads) * size + output
@@ -261,7 +283,8 @@ def attention_kept(layer: LayerSpec, batch: MicroBatch, settings: ActivationSett
     if "attention" in settings.fused:
         # the output of the text's own tokens is a view
         return kept + extended * e * (2 * heads + 2 * kv_heads) * size + heads * extended * 4
-    return kept + extended * e * 3 * heads * size + output + scores  # keys and values repeated for each query head
+    capped = 2 * scores if what.score_cap is not None else scores
+    return kept + extended * e * 3 * heads * size + output + capped  # keys and values repeated for each query head
 
 
 def _latent_norm(width: int, batch: MicroBatch, settings: ActivationSettings) -> float:
@@ -280,7 +303,9 @@ def mlp_kept(layer: LayerSpec, hidden: int, batch: MicroBatch, settings: Activat
     times = 3 if "swiglu" in settings.fused else 4  # gate, up, their product; unfused also the gate's activation
     inner = settings.inner_bytes or e
     if isinstance(what, GatedMLP):
-        return tokens * (e if what.biased else inner) * times * what.width / settings.tp
+        if what.activation != "silu":  # no kernel computes it
+            times = 4
+        return tokens * (inner if what.rounds else e) * times * what.width / settings.tp
     if not isinstance(what, MoE):
         return tokens * e * 2 * what.width / settings.tp
     rows = _expert_rows(what, batch, settings)
@@ -338,6 +363,8 @@ def _rounded(layer: LayerSpec, number: int, batch: MicroBatch, settings: Activat
         extra += 3.0 * batch.tokens * inputs * settings.num_bytes
         sharing.setdefault(name if word in _OWN_INPUT else owner, []).append(inputs)
     for name, widths in sharing.items():
+        if layer.norms == "after" and name.endswith("self_attn"):
+            continue  # it is the output of the layer before
         if len(widths) == _num_consumers(layer, name):
             extra -= batch.tokens * widths[0] * settings.num_bytes
     return extra
@@ -388,7 +415,7 @@ def _without_gradient(shape_spec: ShapeSpec, batch: MicroBatch, settings: Activa
     kept = norm_kept(layer.norm, shape_spec.hidden, batch, settings) + _input(
         shape_spec, 0, "self_attn", batch, settings
     )
-    if what.normed:
+    if what.normed is not None:
         for count in (heads, kv_heads):
             kept += _normed_heads(count * what.head_size, count, batch, settings)
     if what.rotary and "rotary" not in settings.fused:
@@ -399,11 +426,11 @@ def _without_gradient(shape_spec: ShapeSpec, batch: MicroBatch, settings: Activa
 def kept_for_all_layers(shape_spec: ShapeSpec, batch: MicroBatch, settings: ActivationSettings) -> float:
     """Bytes that all layers share: the rotation, unless it is `rotary_tables`, and the attention mask where attention
     is recomputed."""
-    attention = shape_spec.layers[0].attention
+    settings = settings_of(shape_spec.layers[0], settings)
     outside = dataclasses.replace(settings, fused=settings.fused_outside)
     kept = 0.0
     if settings.recompute != "none":
-        kept = mask_bytes(batch, outside)
+        kept = len(shape_spec.attention_kinds) * mask_bytes(batch, outside)
     if (
         settings.recompute == "full"
         and batch.has_token_metadata
@@ -412,15 +439,16 @@ def kept_for_all_layers(shape_spec: ShapeSpec, batch: MicroBatch, settings: Acti
         kept += 4 * batch.tokens  # which tokens are real, for gates
     if batch.documents and "attention" in outside.fused:  # the bounds of each token's document
         extended = batch.tokens + batch.rows * settings.prefix
-        kept += extended * settings.document_mask_bytes
-    elif isinstance(attention, GroupedQuery) and attention.window is not None and attention.window < batch.length:
-        if "attention" in outside.fused:
-            kept += batch.length * settings.document_mask_bytes
+        kept += len({window for _, window in shape_spec.attention_kinds}) * extended * settings.document_mask_bytes
+    elif "attention" in outside.fused:
+        windows = (window for _, window in shape_spec.attention_kinds if window is not None)
+        kept += sum(batch.length * settings.document_mask_bytes for window in windows if window < batch.length)
+    num_kinds = len(shape_spec.attention_kinds)
     if batch.documents:  # each token's row of the tables
-        return kept + rotation_bytes(shape_spec, batch.tokens, settings)
+        return kept + num_kinds * rotation_bytes(shape_spec, batch.tokens, settings)
     if settings.has_rotary_tables:
         return kept
-    return kept + rotation_bytes(shape_spec, batch.length, settings)
+    return kept + num_kinds * rotation_bytes(shape_spec, batch.length, settings)
 
 
 def rotary_tables(shape_spec: ShapeSpec, lengths: Iterable[int], settings: ActivationSettings) -> float:
@@ -432,15 +460,16 @@ def rotary_tables(shape_spec: ShapeSpec, lengths: Iterable[int], settings: Activ
     for length in lengths:
         if length > kept:
             kept = max(length, 2 * kept)  # as `rotation._tables` grows
-    return rotation_bytes(shape_spec, kept, settings)
+    num_rotations = len({rotation for rotation, _ in shape_spec.attention_kinds})
+    return num_rotations * rotation_bytes(shape_spec, kept, settings)
 
 
 def rotation_bytes(shape_spec: ShapeSpec, positions: int, settings: ActivationSettings) -> float:
-    """Bytes of cos and sin for a number of positions; 0 where positions are learned."""
-    attention = shape_spec.layers[0].attention
-    if isinstance(attention, GroupedQuery) and not attention.rotary:
+    """Bytes of cos and sin for a number of positions, by one rotation; 0 where positions are learned."""
+    if shape_spec.learned_positions:
         return 0.0
-    size = attention.rope if isinstance(attention, Latent) else attention.head_size
+    attention = shape_spec.layers[0].attention
+    size = attention.rope if isinstance(attention, Latent) else attention.rotary_size or attention.head_size
     return positions * size * settings.num_bytes
 
 
@@ -457,6 +486,6 @@ def scores_bytes(layer: LayerSpec, batch: MicroBatch, settings: ActivationSettin
     """Bytes of the attention scores of every pair of tokens."""
     heads = layer.attention.heads / settings.tp
     length = batch.length + settings.prefix
-    if "attention" in settings.fused:
+    if "attention" in settings_of(layer, settings).fused:
         return 0.0
     return heads * batch.rows * length**2 * settings.num_bytes

@@ -433,7 +433,7 @@ def _buffers(
     if settings.recompute == "selective":
         again += scores
     in_attention = again + 2 * scores + 3 * batch.tokens * heads * width * e + residual - of_mlp - head_kept
-    forward = activations.mask_bytes(batch, settings) + scores
+    forward = activations.mask_bytes(batch, activations.settings_of(layer, settings)) + scores
     if settings.recompute == "none":
         forward -= of_mlp + head_kept
     # of a stack, one matrix at a time

@@ -26,7 +26,7 @@ def main(directory: Path) -> None:
     import paddle.distributed as dist
     from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
-    from llmsuite.models.llama.shard_plan import PLAN
+    from llmsuite.models.dense_plan import PLAN
     from tests.support import tiny_llama
 
     paddle.set_device("cpu")

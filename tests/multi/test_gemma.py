@@ -27,7 +27,7 @@ def test_it_has_sixty_lines_of_code() -> None:
 
 
 def test_it_is_one_network(tmp_path: Path) -> None:
-    outcomes = assert_family_contract("gemma", tmp_path, plugins=[EXAMPLE])
+    outcomes = assert_family_contract("gemma1", tmp_path, plugins=[EXAMPLE])
     assert {outcome.path for outcome in outcomes if outcome.refused is None} == set(PATHS)
 
 

@@ -16,7 +16,7 @@ from llmsuite.base.files import broken_file
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.launch.machines import free_ports
-from llmsuite.models.llama.shard_plan import PLAN
+from llmsuite.models.dense_plan import PLAN
 from tests.multi.conftest import Runner
 from tests.support import tiny_llama
 from tests.support.paths import ROOT

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from llmsuite.models.llama.config import SMOKE
+from llmsuite.models.families.llama import SMOKE
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.testing import assert_stage_contract
 from tests.conftest import TRAINING_STAGES, PluginSite, registry_with

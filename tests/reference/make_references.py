@@ -1,7 +1,8 @@
 """Writes tests/reference/FAMILY/CASE/: tiny models as HF transformers saves them, and the logits it gets from them.
 
 Needs torch, transformers, numpy and safetensors, and neither Paddle nor llmsuite; made with torch 2.15 and
-transformers 5.23, llama/mistral_window with torch 2.13. (Some of Llama: make_llama_reference.py.) Run it from
+transformers 5.23; llama/mistral_window, and gemma, granite, smollm3, olmo, seed_oss and glm, with torch 2.13 and
+transformers 5.24. (Some of Llama: make_llama_reference.py.) Run it from
 anywhere; a second run writes the same values:
 
     python tests/reference/make_references.py [FAMILY ...]
@@ -55,6 +56,14 @@ EXPERTS = {
     "moe_intermediate_size": 10,
 }
 ERNIE_EXPERTS = {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 10}
+SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3}
+GEMMA = {**QWEN, "num_hidden_layers": 3, "head_dim": 10, "sliding_window": 5}
+FACTORS = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 2.5,
+}
 GROUPED = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
 MSCALE = {**YARN, "beta_fast": 4.0, "beta_slow": 1.0, "mscale": 0.707, "mscale_all_dim": 0.9}
 
@@ -87,6 +96,56 @@ CASES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "ernie": {
         "tied": ("ernie4_5", {**QWEN, "head_dim": 10}),
         "biases": ("ernie4_5", {**QWEN, "head_dim": 6, "use_bias": True, "tie_word_embeddings": False}),
+    },
+    "gemma": {
+        "gemma2": ("gemma2", {**GEMMA, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 2.0}),
+        "gemma2_untied_without_caps": (
+            "gemma2",
+            {**GEMMA, "tie_word_embeddings": False, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+        ),
+        "gemma3": (
+            "gemma3_text",
+            {
+                **GEMMA,
+                "num_hidden_layers": 4,
+                "layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"],
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 3000.0},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+                },
+            },
+        ),
+    },
+    "granite": {
+        "tied": ("granite", {**QWEN, **FACTORS, "tie_word_embeddings": True}),
+        "biases": ("granite", {**QWEN, **FACTORS, "attention_bias": True, "mlp_bias": True}),
+    },
+    "smollm3": {
+        "tied": ("smollm3", {**QWEN, "num_hidden_layers": 4, "no_rope_layer_interval": 2, **SPECIAL}),
+        "untied_biases": (
+            "smollm3",
+            {
+                **QWEN,
+                **SPECIAL,
+                "num_hidden_layers": 3,
+                "no_rope_layers": [0, 1, 1],
+                "attention_bias": True,
+                "mlp_bias": True,
+                "tie_word_embeddings": False,
+            },
+        ),
+    },
+    "olmo": {
+        "olmo2": ("olmo2", {**QWEN, "eos_token_id": 2}),
+        "olmo2_tied": ("olmo2", {**QWEN, "eos_token_id": 2, "attention_bias": True, "tie_word_embeddings": True}),
+    },
+    "seed_oss": {
+        "biases": ("seed_oss", {**QWEN, "head_dim": 10, "attention_out_bias": True, "mlp_bias": True}),
+        "plain": ("seed_oss", {**QWEN, "head_dim": 6}),
+    },
+    "glm": {
+        "partial": ("glm4", {**QWEN, **SPECIAL, "head_dim": 12}),
+        "tied": ("glm4", {**QWEN, **SPECIAL, "head_dim": 8, "attention_bias": False, "tie_word_embeddings": True}),
     },
     "ernie_moe": {
         "tied": ("ernie4_5_moe", {**QWEN, **ERNIE_EXPERTS, "num_hidden_layers": 3}),
@@ -140,7 +199,7 @@ def fill(model: Any, rng: np.random.Generator) -> None:
     """Values large enough that logits are of order 1 and every term of the model shows in them."""
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if "inv_freq" in name:
+            if "inv_freq" in name or name.endswith("embed_scale"):
                 continue
             noise = torch.from_numpy(rng.standard_normal(tuple(tensor.shape)).astype("float32"))
             is_gain = tensor.ndim == 1 and name.endswith(".weight")

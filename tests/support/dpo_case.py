@@ -18,9 +18,9 @@ from llmsuite.data.rows import Preference
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.devices.ops import Ops
 from llmsuite.engine.stage import DropCounts, StageContext
+from llmsuite.models.dense import DenseLM
+from llmsuite.models.families.llama import SMOKE, LlamaConfig
 from llmsuite.models.initial_values import initial_values
-from llmsuite.models.llama.config import SMOKE, LlamaConfig
-from llmsuite.models.llama.layers import Llama
 from llmsuite.stages.answers import Answer
 from llmsuite.stages.dpo import DpoStage
 from llmsuite.stages.pairs import Pair
@@ -91,15 +91,15 @@ def pairs(made: DpoStage, rows: Sequence[Preference]) -> tuple[list[Pair], DropC
     return made.make_samples(rows, counts), counts
 
 
-def model(seed: int = 1, **shape: Any) -> Llama:
+def model(seed: int = 1, **shape: Any) -> DenseLM:
     """The smoke shape with initial values, or a variation of it."""
-    made = Llama(dataclasses.replace(LlamaConfig(**SMOKE), **shape), Ops())
+    made = DenseLM(dataclasses.replace(LlamaConfig(**SMOKE), **shape), Ops())
     fill(made, seed)
     made.train()
     return made
 
 
-def fill(made: Llama, seed: int) -> None:
+def fill(made: DenseLM, seed: int) -> None:
     for name, parameter in made.named_parameters():
         if parameter.ndim > 1:
             parameter.set_value(initial_values(seed, name, parameter.shape, made.config.initializer_range))

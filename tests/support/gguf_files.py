@@ -12,8 +12,8 @@ import numpy as np
 from gguf.quants import quantize
 from tokenizers import pre_tokenizers
 
-from llmsuite.models.llama import names
-from llmsuite.models.llama.config import LlamaConfig
+from llmsuite.models.dense_names import GGUF_NAMES as names
+from llmsuite.models.families.llama import LlamaConfig
 from tests.support import tiny_llama
 
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

@@ -14,9 +14,9 @@ from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.devices.ops import Ops
 from llmsuite.engine.data import make_stage
 from llmsuite.inference.sampling import log_softmax
+from llmsuite.models.dense import DenseLM
+from llmsuite.models.families.llama import LlamaConfig
 from llmsuite.models.initial_values import initial_values
-from llmsuite.models.llama.config import LlamaConfig
-from llmsuite.models.llama.layers import Llama
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.rl.completion import Completion
 from llmsuite.rl.rollouts import RolloutPrompt, Scored
@@ -49,8 +49,8 @@ def stage(registry: Registry, *words: str, padding_free: bool = False) -> GrpoSt
     return made
 
 
-def model() -> Llama:
-    found = Llama(SHAPE, Ops())
+def model() -> DenseLM:
+    found = DenseLM(SHAPE, Ops())
     for name, parameter in found.named_parameters():
         parameter.set_value(initial_values(0, name, parameter.shape, 0.3) + (parameter.ndim == 1))
     return found
@@ -89,7 +89,7 @@ def completion(prompt: Sequence[int], ids: Sequence[int], **more: Any) -> Comple
     return Completion(prompt_ids=tuple(prompt), ids=ids, logprobs=[-1.0] * len(ids), **values)
 
 
-def logps(live: Llama, c: Completion, temperature: float) -> np.ndarray:
+def logps(live: DenseLM, c: Completion, temperature: float) -> np.ndarray:
     """Log-probability of each token, from a forward pass of its own."""
     ids = [*c.prompt_ids, *c.ids]
     with paddle.no_grad():

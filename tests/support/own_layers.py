@@ -8,9 +8,9 @@ from typing import Any
 
 import llmsuite
 from llmsuite.contract.hookspecs import ModelFamily
-from llmsuite.models.llama import names
-from llmsuite.models.llama.config import SMOKE, LlamaConfig
-from llmsuite.models.llama.shard_plan import PLAN
+from llmsuite.models.dense_names import GGUF_NAMES as names
+from llmsuite.models.dense_plan import PLAN
+from llmsuite.models.families.llama import SMOKE, LlamaConfig
 
 
 def geglu() -> Any:
@@ -18,13 +18,13 @@ def geglu() -> Any:
     import paddle.nn.functional as F
 
     from llmsuite.models.blocks import GatedMLP
-    from llmsuite.models.llama.layers import Llama
+    from llmsuite.models.dense import DenseLM
 
     class GeGLU(GatedMLP):
         def forward(self, x: Any) -> Any:
             return self.down_proj(F.gelu(self.gate_proj(x)) * self.up_proj(x))
 
-    class Model(Llama):
+    class Model(DenseLM):
         def __init__(self, config: Any, ops: Any):
             super().__init__(config, ops)
             for layer in self.model.layers:
@@ -38,14 +38,14 @@ def capped() -> Any:
     import paddle
 
     from llmsuite.models.blocks import Attention
-    from llmsuite.models.llama.layers import Llama
+    from llmsuite.models.dense import DenseLM
 
     class CappedAttention(Attention):
         def forward(self, *inputs: Any, **named: Any) -> Any:
             out, cache = super().forward(*inputs, **named)
             return paddle.tanh(out), cache
 
-    class Model(Llama):
+    class Model(DenseLM):
         def __init__(self, config: Any, ops: Any):
             super().__init__(config, ops)
             for layer in self.model.layers:
@@ -57,13 +57,13 @@ def capped() -> Any:
 def gemma_norm() -> Any:
     """Norms whose gain is 1 + weight."""
     from llmsuite.models.blocks import RMSNorm
-    from llmsuite.models.llama.layers import Llama
+    from llmsuite.models.dense import DenseLM
 
     class GemmaNorm(RMSNorm):
         def forward(self, x: Any) -> Any:
             return self.norm(x, self.weight + 1.0, self.eps)
 
-    class Model(Llama):
+    class Model(DenseLM):
         def __init__(self, config: Any, ops: Any):
             super().__init__(config, ops)
             size = config.hidden_size
@@ -79,19 +79,19 @@ def own_swiglu() -> Any:
     """No class of its own: another function in the place of SwiGLU."""
     import paddle.nn.functional as F
 
-    from llmsuite.models.llama.layers import Llama
+    from llmsuite.models.dense import DenseLM
 
     def model(config: Any, ops: Any) -> Any:
-        return Llama(config, dataclasses.replace(ops, swiglu=lambda gate, up: F.relu(gate) * up))
+        return DenseLM(config, dataclasses.replace(ops, swiglu=lambda gate, up: F.relu(gate) * up))
 
     return model
 
 
 def no_rotation() -> Any:
     """One layer without positions."""
-    from llmsuite.models.llama.layers import Llama
+    from llmsuite.models.dense import DenseLM
 
-    class Model(Llama):
+    class Model(DenseLM):
         def __init__(self, config: Any, ops: Any):
             super().__init__(config, ops)
             self.model.layers[1].self_attn.rotary = lambda x, cos, sin: x
@@ -103,9 +103,9 @@ def own_logits() -> Any:
     """Logits that are bounded, of a tied head."""
     import paddle
 
-    from llmsuite.models.llama.layers import Llama
+    from llmsuite.models.dense import DenseLM
 
-    class Model(Llama):
+    class Model(DenseLM):
         def logits(self, hidden: Any) -> Any:
             return 5.0 * paddle.tanh(super().logits(hidden) / 5.0)
 
@@ -114,9 +114,9 @@ def own_logits() -> Any:
 
 def hooked() -> Any:
     """Hooks that change what a matrix and a norm give."""
-    from llmsuite.models.llama.layers import Llama
+    from llmsuite.models.dense import DenseLM
 
-    class Model(Llama):
+    class Model(DenseLM):
         def __init__(self, config: Any, ops: Any):
             super().__init__(config, ops)
             layer = self.model.layers[1]
@@ -130,7 +130,7 @@ def hooked() -> Any:
 def parallel_block() -> Any:
     """A layer whose MLP and attention read the same."""
     from llmsuite.models.blocks import DecoderLayer
-    from llmsuite.models.llama.layers import Llama
+    from llmsuite.models.dense import DenseLM
 
     class ParallelLayer(DecoderLayer):
         def forward(self, x: Any, cos: Any, sin: Any, mask: Any, past: Any = None) -> Any:
@@ -138,7 +138,7 @@ def parallel_block() -> Any:
             attended, present = self.self_attn(normed, cos, sin, mask, past)
             return x + attended + self.mlp(self.post_attention_layernorm(x)), present
 
-    class Model(Llama):
+    class Model(DenseLM):
         def __init__(self, config: Any, ops: Any):
             super().__init__(config, ops)
             for number, layer in enumerate(self.model.layers):
@@ -152,13 +152,13 @@ def own_embedding() -> Any:
     """An embedding that scales."""
     from paddle import nn
 
-    from llmsuite.models.llama.layers import Llama
+    from llmsuite.models.dense import DenseLM
 
     class Scaled(nn.Embedding):
         def forward(self, ids: Any) -> Any:
             return 2.0 * super().forward(ids)
 
-    class Model(Llama):
+    class Model(DenseLM):
         def __init__(self, config: Any, ops: Any):
             super().__init__(config, ops)
             self.model.embed_tokens = Scaled(config.vocab_size, config.hidden_size)

@@ -14,7 +14,7 @@ from llmsuite.checkpoint.model_dir import ModelDirectory, open_model
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.inference.adapters import MultiLoRADecoder, read_adapters
 from llmsuite.inference.load import load_model
-from llmsuite.models.llama.config import LlamaConfig
+from llmsuite.models.families.llama import LlamaConfig
 from tests.support import tiny_llama
 from tests.support.tiny_llama import FAMILIES
 

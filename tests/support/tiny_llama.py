@@ -14,9 +14,9 @@ from llmsuite.checkpoint.model_dir import Layout, open_model
 from llmsuite.checkpoint.model_writer import write_model
 from llmsuite.checkpoint.tensor_writer import WriteOptions
 from llmsuite.checkpoint.tensors import TensorSpec
+from llmsuite.models.dense_names import GGUF_NAMES as names
+from llmsuite.models.families.llama import LlamaConfig
 from llmsuite.models.initial_values import initial_values
-from llmsuite.models.llama import names
-from llmsuite.models.llama.config import LlamaConfig
 from tests.support.paths import DATA
 
 FAMILIES = {family.name: family for family in llmsuite_register_models()}

@@ -22,7 +22,7 @@ from llmsuite.checkpoint.model_writer import write_model
 from llmsuite.checkpoint.tensor_writer import WriteOptions
 from llmsuite.checkpoint.tensors import TensorSpec
 from llmsuite.cli.main import main
-from llmsuite.models.llama.config import LlamaConfig
+from llmsuite.models.families.llama import LlamaConfig
 from tests.support import tiny_llama
 from tests.support.paths import ROOT
 from tests.support.tiny_llama import FAMILIES, FAMILY, to_paddlenlp

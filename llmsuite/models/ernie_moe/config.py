@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, Le
 
 from llmsuite.models.decoder_config import NonNegativeInt, NumLayers, PositiveFloat, PositiveInt, in_written_order
-from llmsuite.models.ernie.config import ErnieShape
+from llmsuite.models.families.ernie import ErnieShape
 
 
 @in_written_order
@@ -19,7 +19,7 @@ class ErnieMoeConfig(ErnieShape):
 
     family: ClassVar[str] = "ernie_moe"
     experts_key: ClassVar[str] = "moe_num_experts"
-    architecture: ClassVar[str] = "Ernie4_5_MoeForCausalLM"
+    architectures: ClassVar[Mapping[str, str]] = {"ernie4_5_moe": "Ernie4_5_MoeForCausalLM"}
     fixed: ClassVar[Mapping[str, Any]] = {
         **ErnieShape.fixed,
         "use_bias": False,
@@ -83,11 +83,6 @@ class ErnieMoeConfig(ErnieShape):
                 f"moe_layer_interval {self.moe_layer_interval}: no layer has experts; the ernie family has none",
             )
         yield from super().problems()
-
-    def to_hf(self) -> dict[str, Any]:
-        """The content of a config.json, without a null head_dim, which HF transformers would use."""
-        data = super().to_hf()
-        return {key: value for key, value in data.items() if key != "head_dim" or value is not None}
 
 
 PRESETS: dict[str, dict[str, Any]] = {

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from llmsuite.models.ernie.shape_spec import attention_spec
 from llmsuite.models.ernie_moe.config import ErnieMoeConfig
 from llmsuite.models.shape_spec import GatedMLP, LayerSpec, MoE, ShapeSpec
 
 
 def shape_spec(config: ErnieMoeConfig) -> ShapeSpec:
     """Sizes of the parts of the ERNIE-4.5 model of a config."""
-    attention = attention_spec(config)
+    attention = config.grouped_query(interleaved=True)
     dense = LayerSpec(attention=attention, mlp=GatedMLP(width=config.intermediate_size))
     mixture = MoE(
         experts=config.moe_num_experts,

@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from llmsuite.models.dense_plan import WITHOUT_MLP_BIASES as DENSE
 from llmsuite.models.ernie_moe.config import ErnieMoeConfig
-from llmsuite.models.qwen.shard_plan import PLAN as DENSE
 from llmsuite.models.shard_plan import indivisible
 
 

@@ -107,7 +107,7 @@ class GPT(CausalLM):
         self, start: int, length: int, dtype: Any, document_starts: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
         """The mask."""
-        return (self.mask(start, length, dtype, document_starts),)
+        return tuple(self.masks(start, length, dtype, document_starts))
 
 
 class LayerNorm(nn.LayerNorm):

@@ -10,7 +10,7 @@ from typing_extensions import Self
 
 from llmsuite.base.errors import UserError
 from llmsuite.models.decoder_config import NonNegativeInt, NumLayers, PositiveInt, in_written_order
-from llmsuite.models.qwen.config import QwenShape
+from llmsuite.models.families.qwen import QwenShape
 
 
 @in_written_order

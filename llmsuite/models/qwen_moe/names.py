@@ -29,7 +29,8 @@ def parameter_names(config: QwenMoeConfig) -> Iterator[str]:
 def parameter_shapes(config: QwenMoeConfig) -> Shapes:
     """Every parameter of the model, in the order of the layers, with its shape."""
     hidden = config.hidden_size
-    attention = attention_shapes(config, qkv_bias=config.has_qkv_bias, qk_norm=config.has_head_norms)
+    qk_norms = (config.head_size, config.head_size) if config.has_head_norms else None
+    attention = attention_shapes(config, qkv_bias=config.has_qkv_bias, qk_norms=qk_norms)
     routed: Shapes = {
         "gate.weight": (hidden, config.num_experts),
         **expert_shapes(hidden, config.moe_intermediate_size, config.num_experts),

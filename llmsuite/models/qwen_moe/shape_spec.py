@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from llmsuite.models.qwen_moe.config import QwenMoeConfig
-from llmsuite.models.shape_spec import GatedMLP, GroupedQuery, LayerSpec, MoE, ShapeSpec
+from llmsuite.models.shape_spec import GatedMLP, LayerSpec, MoE, ShapeSpec
 
 
 def shape_spec(config: QwenMoeConfig) -> ShapeSpec:
     """Sizes of the parts of the Qwen model of a config."""
-    attention = GroupedQuery(
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_size=config.head_size,
-        normed=config.has_head_norms,
-        biased=config.has_qkv_bias,
-    )
+    attention = config.grouped_query(biased=config.has_qkv_bias, normed="heads" if config.has_head_norms else None)
     dense = LayerSpec(attention=attention, mlp=GatedMLP(width=config.intermediate_size))
     mixture = MoE(
         experts=config.num_experts,

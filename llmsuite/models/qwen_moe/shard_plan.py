@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from llmsuite.models.qwen.shard_plan import PLAN as DENSE
+from llmsuite.models.dense_plan import WITHOUT_MLP_BIASES as DENSE
 from llmsuite.models.qwen_moe.config import QwenMoeConfig
 from llmsuite.models.shard_plan import indivisible
 

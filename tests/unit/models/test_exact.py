@@ -18,12 +18,12 @@ from llmsuite.devices.ops import Ops, swiglu
 from llmsuite.inference.rank_shards import _modules_to_sum
 from llmsuite.inference.static_experts import make_static
 from llmsuite.models.blocks import GatedMLP, RMSNorm
+from llmsuite.models.dense_plan import PLAN
 from llmsuite.models.embedding import check_embedding
 from llmsuite.models.exact import has_hooks, is_exactly, is_own
 from llmsuite.models.experts import Experts, check_experts
 from llmsuite.models.linear import has_own_kernel, is_plain_linear
 from llmsuite.models.linear_ops import LinearOps, use_linear_ops
-from llmsuite.models.llama.shard_plan import PLAN
 from llmsuite.models.moe import MoELayer
 from llmsuite.parallel.chunked_loss import ChunkedLosses
 from llmsuite.parallel.experts import ExpertParallelDispatcher, apply_expert_parallel

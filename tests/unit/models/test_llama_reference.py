@@ -18,9 +18,9 @@ from llmsuite.base.errors import UserError
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.checkpoint.model_writer import write_hf, write_paddlenlp
 from llmsuite.devices.ops import Ops
-from llmsuite.models.llama.config import LlamaConfig
-from llmsuite.models.llama.layers import Llama
-from llmsuite.models.llama.shard_plan import PLAN
+from llmsuite.models.dense import DenseLM
+from llmsuite.models.dense_plan import PLAN
+from llmsuite.models.families.llama import LlamaConfig
 from llmsuite.parallel.recompute import recompute_attention, recompute_layers
 from tests.support.llama_reference import FAMILIES, load
 from tests.support.paths import REFERENCE
@@ -35,7 +35,7 @@ def reference(case: str) -> tuple[np.ndarray, np.ndarray]:
         return stored["input_ids"], stored["logits"]
 
 
-def difference(model: Llama, case: str) -> float:
+def difference(model: DenseLM, case: str) -> float:
     input_ids, logits = reference(case)
     with paddle.no_grad():
         ours = model(paddle.to_tensor(input_ids)).numpy()
@@ -87,7 +87,7 @@ def test_logits_are_those_of_transformers(case: str) -> None:
 @pytest.mark.parametrize("change", [{"rms_norm_eps": 1e-6}, {"rope_theta": 490000.0}, {"rope_scaling": None}])
 def test_a_slightly_different_model_has_other_logits(change: dict[str, Any]) -> None:
     model = load(LLAMA / "llama3_rope")
-    other = Llama(dataclasses.replace(model.config, **change), Ops())
+    other = DenseLM(dataclasses.replace(model.config, **change), Ops())
     other.set_state_dict(model.state_dict())
     assert difference(other, "llama3_rope") > 10 * TOLERANCE
 

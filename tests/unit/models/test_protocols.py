@@ -35,7 +35,7 @@ class Image(PlainShape):
 
 
 CONFIGS = {
-    HasWindow: {"llama"},
+    HasWindow: {"llama", "gemma"},
     HasMtpLayers: {"deepseek"},
     HasGateBias: {"deepseek", "ernie_moe", "qwen_moe"},
 }

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.devices.ops import Ops
-from llmsuite.models.llama.config import PRESETS, SMOKE, LlamaConfig
-from llmsuite.models.llama.layers import Llama
-from llmsuite.models.llama.shard_plan import PLAN
+from llmsuite.models.dense import DenseLM
+from llmsuite.models.dense_plan import PLAN
+from llmsuite.models.families.llama import PRESETS, SMOKE, LlamaConfig
 from llmsuite.models.shard_plan import UNSHARDED
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.partition import local_slice
@@ -25,22 +25,22 @@ CONFIGS = {"untied": LlamaConfig(**SMOKE), "tied": tiny_llama.tied(), "own head 
 
 
 @pytest.fixture(params=CONFIGS, scope="module")
-def model(request: pytest.FixtureRequest) -> Llama:
-    return Llama(CONFIGS[request.param], Ops())
+def model(request: pytest.FixtureRequest) -> DenseLM:
+    return DenseLM(CONFIGS[request.param], Ops())
 
 
-def shapes_of(model: Llama) -> dict[str, list[int]]:
+def shapes_of(model: DenseLM) -> dict[str, list[int]]:
     return {name: list(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-def test_each_parameter_is_cut_by_one_pattern_or_whole_on_purpose(model: Llama) -> None:
+def test_each_parameter_is_cut_by_one_pattern_or_whole_on_purpose(model: DenseLM) -> None:
     for name in shapes_of(model):
         matching = [pattern for pattern, _ in PLAN.shard_dims if fnmatch.fnmatchcase(name, pattern)]
         assert len(matching) == (0 if name.endswith("norm.weight") else 1), name
         assert (PLAN.dim(name) is None) == (not matching)
 
 
-def test_no_pattern_is_left_over(model: Llama) -> None:
+def test_no_pattern_is_left_over(model: DenseLM) -> None:
     names = shapes_of(model)
     for pattern, _ in PLAN.shard_dims:
         tied_away = pattern == "lm_head.weight" and model.lm_head is None
@@ -49,11 +49,11 @@ def test_no_pattern_is_left_over(model: Llama) -> None:
 
 
 def test_no_pattern_of_a_bias_is_left_over() -> None:
-    names = shapes_of(Llama(LlamaConfig(**{**SMOKE, "attention_bias": True, "mlp_bias": True}), Ops()))
+    names = shapes_of(DenseLM(LlamaConfig(**{**SMOKE, "attention_bias": True, "mlp_bias": True}), Ops()))
     assert all(fnmatch.filter(names, pattern) for pattern, _ in PLAN.shard_dims)
 
 
-def test_matrices_that_follow_each_other_are_cut_so_that_nothing_is_exchanged_between_them(model: Llama) -> None:
+def test_matrices_that_follow_each_other_are_cut_so_that_nothing_is_exchanged_between_them(model: DenseLM) -> None:
     for i in range(model.config.num_hidden_layers):
         layer = f"model.layers.{i}"
         # [inputs, outputs]: the outputs of the first are the inputs of the second
@@ -66,7 +66,7 @@ def test_matrices_that_follow_each_other_are_cut_so_that_nothing_is_exchanged_be
     assert PLAN.dim("lm_head.weight") == 1
 
 
-def test_modules_it_names_are_there(model: Llama) -> None:
+def test_modules_it_names_are_there(model: DenseLM) -> None:
     modules = dict(model.named_sublayers())
     regions = [name for name in modules if PLAN.is_tp_region(name)]
     assert len(regions) == 2 * model.config.num_hidden_layers
@@ -78,7 +78,7 @@ def test_modules_it_names_are_there(model: Llama) -> None:
     assert not any(PLAN.is_tp_region(name) for name in (PLAN.embedding, PLAN.last_norm, "lm_head"))
 
 
-def test_each_parameter_has_its_place_in_a_pipeline(model: Llama) -> None:
+def test_each_parameter_has_its_place_in_a_pipeline(model: DenseLM) -> None:
     for name in shapes_of(model):
         places = [module for module in (PLAN.layers, *PLAN.first, *PLAN.last) if name.startswith(f"{module}.")]
         assert len(places) == 1, name

@@ -141,11 +141,12 @@ def test_a_single_query_of_flash_attention_has_no_window() -> None:
 
 def test_a_window_that_is_not_shorter_costs_nothing() -> None:
     model = tiny("llama", model_type="mistral", sliding_window=9)
-    assert model.mask(0, 10, paddle.float32, None).numpy()[0, 0, -1].tolist() == [-1e9, *[0] * 9]
+    (mask,) = model.masks(0, 10, paddle.float32, None)
+    assert mask.numpy()[0, 0, -1].tolist() == [-1e9, *[0] * 9]
     asked: list[Any] = []
     model.ops = dataclasses.replace(model.ops, causal_mask=lambda *given: asked.append(given))
-    model.mask(0, 9, paddle.float32, None)
-    model.mask(0, 10, paddle.float32, None)
+    model.masks(0, 9, paddle.float32, None)
+    model.masks(0, 10, paddle.float32, None)
     assert asked == [(9, 9, paddle.float32), (10, 10, paddle.float32, 9)]
 
 

@@ -16,8 +16,8 @@ from paddle.distributed.auto_parallel.api import dtensor_from_local
 
 from llmsuite.devices.matmul_ops import MatmulOps
 from llmsuite.models import blocks
+from llmsuite.models.dense_plan import PLAN
 from llmsuite.models.linear import has_own_kernel, is_matrix, is_plain_linear
-from llmsuite.models.llama.shard_plan import PLAN
 from llmsuite.parallel import overlap
 from tests.support.families import FAMILIES, tiny
 

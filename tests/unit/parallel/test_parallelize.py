@@ -11,16 +11,16 @@ import pytest
 
 from llmsuite.base.errors import UserError
 from llmsuite.devices.ops import Ops
-from llmsuite.models.llama.layers import Llama
-from llmsuite.models.llama.shard_plan import PLAN
+from llmsuite.models.dense import DenseLM
+from llmsuite.models.dense_plan import PLAN
 from llmsuite.parallel.materialize import materialize, read_local_values
 from llmsuite.parallel.sharding import ParameterShard
 from tests.support import alone, tiny_llama
 
 
-def lazy() -> Llama:
+def lazy() -> DenseLM:
     with paddle.LazyGuard():
-        return Llama(tiny_llama.CONFIG, Ops())
+        return DenseLM(tiny_llama.CONFIG, Ops())
 
 
 class Source:

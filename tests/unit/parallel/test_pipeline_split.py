@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmsuite.models.llama.config import LlamaConfig
-from llmsuite.models.llama.shard_plan import PLAN
+from llmsuite.models.dense_plan import PLAN
+from llmsuite.models.families.llama import LlamaConfig
 from llmsuite.parallel.pipeline_split import keep_part, layer_costs, owner_stage, part_bounds
 from tests.support import tiny_llama
 

@@ -9,7 +9,7 @@ import paddle
 import pytest
 
 from llmsuite.contract.schema.degrees import Degrees
-from llmsuite.models.llama.shard_plan import PLAN
+from llmsuite.models.dense_plan import PLAN
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.recompute import recompute_layers
 from llmsuite.parallel.static import compile_layers

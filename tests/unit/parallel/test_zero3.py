@@ -10,7 +10,7 @@ import paddle
 import pytest
 
 from llmsuite.contract.schema.degrees import Degrees
-from llmsuite.models.llama.shard_plan import PLAN
+from llmsuite.models.dense_plan import PLAN
 from llmsuite.parallel import collective
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.recompute import recompute_layers

@@ -14,7 +14,7 @@ from llmsuite.base.errors import Problem, RecipeError
 from llmsuite.base.resources import bundled
 from llmsuite.cli.main import main
 from llmsuite.contract.registry import Registry
-from llmsuite.models.llama.config import PRESETS, LlamaConfig
+from llmsuite.models.families.llama import PRESETS, LlamaConfig
 from llmsuite.recipe.load import REMOVE
 from llmsuite.recipe.resolve import RunPlan, plan_run
 from tests.conftest import position

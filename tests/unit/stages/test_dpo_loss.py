@@ -12,7 +12,7 @@ import pytest
 
 from llmsuite.base.cache import isolated_cache
 from llmsuite.engine.guard import NonFiniteLoss
-from llmsuite.models.llama.shard_plan import PLAN
+from llmsuite.models.dense_plan import PLAN
 from llmsuite.parallel.recompute import recompute_layers
 from llmsuite.stages.answers import answer_logps
 from llmsuite.stages.dpo import DpoStage

@@ -20,7 +20,7 @@ from llmsuite.data.rows import Conversation, Message
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.engine.supervision import check_supervision, supervised_sequences
-from llmsuite.models.llama.config import SMOKE
+from llmsuite.models.families.llama import SMOKE
 from llmsuite.recipe.load import REMOVE
 from llmsuite.stages.explain import _changed, explain
 from llmsuite.stages.language_model import WeightedTokens

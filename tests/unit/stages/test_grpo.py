@@ -12,7 +12,7 @@ import pytest
 
 from llmsuite.contract.registry import Registry
 from llmsuite.inference.sampling import log_softmax
-from llmsuite.models.llama.layers import Llama
+from llmsuite.models.dense import DenseLM
 from llmsuite.rl.completion import Completion
 from llmsuite.stages import rl_losses
 from llmsuite.stages.grpo import Group, GrpoStage
@@ -21,7 +21,7 @@ from tests.support.grpo_case import LENGTHS, advantages_of, groups, logps, model
 from tests.support.sampled import sampled_positions
 
 
-def expected_loss(live: Llama, old: Sequence[np.ndarray], temperature: float, loss: str) -> float:
+def expected_loss(live: DenseLM, old: Sequence[np.ndarray], temperature: float, loss: str) -> float:
     """The losses of the papers, completion by completion, with clip 0.2 and 0.28."""
     total = 0.0
     weight = 0.0
@@ -138,7 +138,7 @@ def test_a_gradient_does_not_depend_on_the_cut(registry: Registry, loss: str) ->
             assert np.abs(found[name] - expected).max() <= 1e-6 * max(1.0, np.abs(expected).max()), name
 
 
-def _entropies(live: Llama, c: Completion, temperature: float) -> np.ndarray:
+def _entropies(live: DenseLM, c: Completion, temperature: float) -> np.ndarray:
     with paddle.no_grad():
         logits = live(paddle.to_tensor([[*c.prompt_ids, *c.ids]])).numpy()[0]
     rows = np.array([log_softmax(row) for row in logits[len(c.prompt_ids) - 1 : -1] / temperature])

@@ -22,7 +22,7 @@ from llmsuite.data.rows import Message
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.inference.load import load_model
-from llmsuite.models.llama import names
+from llmsuite.models.dense_names import GGUF_NAMES as names
 from tests.support import tiny_llama
 from tests.support.gguf_files import CONFIG, TOKENS, write_gguf
 from tests.support.tiny_llama import FAMILIES

@@ -1,0 +1,217 @@
+"""A dense decoder built from its description (`models.shape_spec`), for one card.
+
+Where a description asks for nothing but what `models.blocks` has, the layers are those, so that generation has its
+fused kernels. Otherwise they are the layers of this module: they have every switch, and run by their own code
+everywhere.
+`models.blocks` explains the shapes and the forward pass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import paddle
+import paddle.nn.functional as F
+from paddle import nn
+
+from llmsuite.base.typing import Tensor
+from llmsuite.devices.masks import causal_mask, document_mask
+from llmsuite.devices.ops import Ops, capped_attention
+from llmsuite.models.blocks import (
+    Attention,
+    DecoderLayer,
+    GatedMLP,
+    LayerCache,
+    RMSNorm,
+    RotaryLM,
+    extend_cache,
+    halves,
+)
+from llmsuite.models.decoder_config import DenseConfig
+from llmsuite.models.head import head_of
+from llmsuite.models.shape_spec import GatedMLP as GatedMLPSpec
+from llmsuite.models.shape_spec import GroupedQuery, LayerSpec, Norm
+
+
+class OffsetRMSNorm(RMSNorm):
+    """RMS norm with the gain 1 + weight, computed in float32."""
+
+    def __init__(self, size: int, eps: float, ops: Ops):
+        super().__init__(size, eps, ops)
+        self.weight = self.create_parameter([size], default_initializer=nn.initializer.Constant(0.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        # in 16 bits 1 + weight would lose most digits of the weight
+        gain = 1.0 + self.weight.astype("float32")
+        return self.norm(x.astype("float32"), gain, self.eps).astype(x.dtype)
+
+
+class DenseAttention(Attention):
+    """Grouped-query attention with every switch of `shape_spec.GroupedQuery`."""
+
+    def __init__(self, config: DenseConfig, ops: Ops, spec: GroupedQuery, norm: Norm):
+        """`norm` is the kind of the norms of queries and keys."""
+        super().__init__(config, ops, spec.biased, spec.output_biased, interleaved=spec.interleaved)
+        self.rounds_activations = spec.rounds and ops.matmuls.rounds_attention
+        if spec.score_cap is not None:
+            self.core = functools.partial(capped_attention, spec.score_cap, ops.decoding.heads_first)
+        size = spec.head_size
+        self.rotates = spec.rotary
+        self.rotary_size = size if spec.rotary_size is None else spec.rotary_size
+        self.query_scale = 1.0 if spec.scale is None else spec.scale * size**0.5  # the core divides by the root
+        self.norms_at = spec.normed
+        if spec.normed:
+            heads = (spec.heads, spec.kv_heads) if spec.normed == "whole" else (1, 1)
+            self.q_norm = make_norm(norm, heads[0] * size, config.rms_norm_eps, ops)
+            self.k_norm = make_norm(norm, heads[1] * size, config.rms_norm_eps, ops)
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, past: LayerCache | None = None
+    ) -> tuple[Tensor, LayerCache]:
+        """x [B, L, D] to [B, L, D] and the cache, with the arguments of `Attention.forward`."""
+        projections = [self.q_proj, self.k_proj, self.v_proj]
+        q, k, v = self.apply_linears(projections, x, self.o_proj if self.rounds_activations else None)
+        if self.norms_at == "whole":
+            q, k = self._normed(q, k)
+        q, k, v = (part.reshape([0, 0, -1, self.head_size]) for part in (q, k, v))
+        if self.norms_at == "heads":
+            q, k = self._normed(q, k)
+        if self.rotates:
+            q = self._rotated(q, cos, sin)
+            k = self._rotated(k, cos, sin)
+        if self.norms_at == "rotated":
+            q, k = self._normed(q, k)
+        if self.query_scale != 1.0:
+            q = q * self.query_scale
+        k, v = extend_cache(k, v, past, self.heads_first)
+        out = self.core(q, k, v, mask)
+        return self.o_proj(out.reshape([0, 0, -1])), (k, v)
+
+    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.q_norm is not None
+        assert self.k_norm is not None
+        return self.q_norm(q), self.k_norm(k)
+
+    def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Heads [B, L, H, K] with the first `rotary_size` elements of each rotated."""
+        if self.rotary_size == self.head_size:
+            return self.rotary(halves(x) if self.interleaved else x, cos, sin)
+        first, rest = paddle.split(x, [self.rotary_size, self.head_size - self.rotary_size], -1)
+        return paddle.concat([self.rotary(halves(first) if self.interleaved else first, cos, sin), rest], -1)
+
+
+class GeluGatedMLP(GatedMLP):
+    """Gated MLP with GELU in its tanh form (Hendrycks and Gimpel 2016, arXiv 1606.08415)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, L, D] to [B, L, D]."""
+        gate, up = self.apply_linears([self.gate_proj, self.up_proj], x, None)
+        return self.down_proj(F.gelu(gate, approximate=True) * up)
+
+
+class DenseLayer(DecoderLayer):
+    """A decoder layer with norms before attention and MLP, after them or both, and scaled residuals."""
+
+    def __init__(self, config: DenseConfig, ops: Ops, spec: LayerSpec, kind: int):
+        """`kind` is the index of its attention among the kinds of the model (`RotaryLM`)."""
+        norm = functools.partial(make_norm, spec.norm, config.hidden_size, config.rms_norm_eps, ops)
+        first, second = (norm(), norm()) if spec.norms != "after" else (None, None)
+        super().__init__(first, make_attention(config, ops, spec), second, make_mlp(config, ops, spec))
+        self.post_self_attn_layernorm = norm() if spec.norms != "before" else None
+        self.post_mlp_layernorm = norm() if spec.norms != "before" else None
+        self.residual_scale = spec.residual_scale
+        self.kind = kind
+
+    def forward(self, x: Tensor, *inputs: Tensor | None, past: LayerCache | None = None) -> tuple[Tensor, LayerCache]:
+        """x [B, L, D] and the outputs of `CausalLM.layer_inputs` to [B, L, D] and the layer's cache."""
+        cos, sin, mask = inputs[3 * self.kind : 3 * self.kind + 3]
+        attended, present = self.self_attn(_normed(self.input_layernorm, x), cos, sin, mask, past)
+        x = self._sum(x, _normed(self.post_self_attn_layernorm, attended))
+        inner = self.mlp(_normed(self.post_attention_layernorm, x))
+        return self._sum(x, _normed(self.post_mlp_layernorm, inner)), present
+
+    def _sum(self, x: Tensor, output: Tensor) -> Tensor:
+        return x + output if self.residual_scale == 1.0 else x + output * self.residual_scale
+
+
+def _normed(norm: nn.Layer | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
+
+
+class DenseLM(RotaryLM):
+    """A dense decoder whose embedding and logits are plain."""
+
+    def __init__(self, config: DenseConfig, ops: Ops):
+        spec = config.shape_spec()
+        assert isinstance(self, ScaledLM) or not spec.is_scaled, f"{type(config).__name__}.network has to be ScaledLM"
+        if any(layer.score_cap is not None for layer in spec.layers):  # its attention takes plain masks
+            ops = dataclasses.replace(ops, causal_mask=causal_mask, document_mask=document_mask)
+        kinds = spec.attention_kinds
+        layers = [_make_layer(config, ops, layer, kinds) for layer in spec.layers]
+        norm = make_norm(spec.norm, config.hidden_size, config.rms_norm_eps, ops)
+        super().__init__(config, ops, layers, norm, kinds)
+
+
+class ScaledLM(DenseLM):
+    """A dense decoder with factors of the embedding and of the logits, and a cap of the logits."""
+
+    def __init__(self, config: DenseConfig, ops: Ops):
+        super().__init__(config, ops)
+        spec = config.shape_spec()
+        self.embedding_scale = spec.embedding_scale
+        # a score reads the hidden states as they are
+        self.hidden_scale = spec.logit_scale if head_of(config) == "language_model" else 1.0
+        self.logit_cap = spec.logit_cap
+
+    def embed(self, input_ids: Tensor, start: int = 0, document_starts: Tensor | None = None) -> Tensor:
+        """Scaled rows of the embedding, [B, L, D], in training."""
+        return super().embed(input_ids, start, document_starts) * self.embedding_scale
+
+    def embed_at(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Scaled rows of the embedding, [B, L, D], in generation."""
+        return super().embed_at(input_ids, positions) * self.embedding_scale
+
+    def final_norm(self, x: Tensor) -> Tensor:
+        """Normed hidden states [B, L, D], times the factor of the logits."""
+        x = super().final_norm(x)
+        return x if self.hidden_scale == 1.0 else x * self.hidden_scale
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [..., D] to logits [..., V]."""
+        logits = super().logits(hidden)
+        return logits if self.logit_cap is None else self.logit_cap * paddle.tanh(logits / self.logit_cap)
+
+
+def make_norm(kind: Norm, size: int, eps: float, ops: Ops) -> nn.Layer:
+    """A norm over the last dim, of this size."""
+    assert kind != "layer", "the layers of GPT have it"
+    return OffsetRMSNorm(size, eps, ops) if kind == "offset_rms" else RMSNorm(size, eps, ops)
+
+
+def make_attention(config: DenseConfig, ops: Ops, spec: LayerSpec) -> Attention:
+    """The attention of a layer."""
+    what = spec.attention
+    assert isinstance(what, GroupedQuery)
+    if what.is_plain and not (what.normed and spec.norm == "offset_rms"):
+        return Attention(config, ops, what.biased, what.output_biased, what.normed == "heads", what.interleaved)
+    return DenseAttention(config, ops, what, spec.norm)
+
+
+def make_mlp(config: DenseConfig, ops: Ops, spec: LayerSpec) -> GatedMLP:
+    """The MLP of a layer."""
+    what = spec.mlp
+    assert isinstance(what, GatedMLPSpec)
+    kind = GatedMLP if what.activation == "silu" else GeluGatedMLP
+    return kind(config.hidden_size, what.width, ops, what.biased)
+
+
+def _make_layer(
+    config: DenseConfig, ops: Ops, spec: LayerSpec, kinds: tuple[tuple[int, int | None], ...]
+) -> DecoderLayer:
+    what: Any = spec.attention
+    if not spec.has_plain_residuals or len(kinds) > 1:
+        return DenseLayer(config, ops, spec, kinds.index((what.rotation, what.window)))
+    norms = [make_norm(spec.norm, config.hidden_size, config.rms_norm_eps, ops) for _ in range(2)]
+    return DecoderLayer(norms[0], make_attention(config, ops, spec), norms[1], make_mlp(config, ops, spec))

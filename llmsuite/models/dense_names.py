@@ -1,0 +1,120 @@
+"""Names and shapes of a dense decoder's parameters, from its description, in each file format. Imports no Paddle.
+
+Our own names are those of HF's Llama. In memory a linear weight is [inputs, outputs], as Paddle has it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+from llmsuite.models import gguf_names
+from llmsuite.models.decoder_config import DenseConfig
+from llmsuite.models.decoder_names import Shapes, attention_shapes, decoder_shapes, mlp_shapes
+from llmsuite.models.head import SCORE
+from llmsuite.models.hf_tensors import HfTensors
+from llmsuite.models.shape_spec import GatedMLP, GroupedQuery, LayerSpec
+
+_IGNORED = re.compile(r".*rotary_emb\.inv_freq")
+_LAYER = re.compile(r"(model\.layers\.\d+)\.(.+)\.(weight|bias)")
+
+
+class DenseNames:
+    """`ModelFamily.names` of a dense decoder whose config is a `DenseConfig`."""
+
+    def parameter_names(self, config: DenseConfig) -> Iterator[str]:
+        """Every parameter of the model, in the order of the layers."""
+        yield from self.parameter_shapes(config)
+
+    def parameter_shapes(self, config: DenseConfig) -> Shapes:
+        """Every parameter of the model, in the order of the layers, with its shape."""
+        layers = config.shape_spec().layers
+        return decoder_shapes(config, lambda number: _layer_shapes(config, layers[number]))
+
+    def is_linear(self, name: str) -> bool:
+        """True if HF stores this parameter transposed, as [outputs, inputs]."""
+        return name.endswith(("_proj.weight", "lm_head.weight", SCORE))
+
+    def hf_tensors(self, name: str, config: DenseConfig) -> HfTensors:
+        """The tensor of an HF model that holds a parameter, or the part of one."""
+        match = _LAYER.fullmatch(name)
+        theirs = config.hf_parts.get(match[2]) if match else None
+        if match is None or theirs is None:
+            return HfTensors((name,))
+        sharing = [part for part, other in config.hf_parts.items() if other == theirs]
+        return HfTensors((f"{match[1]}.{theirs}.{match[3]}",), part=sharing.index(match[2]), num_parts=len(sharing))
+
+    def from_hf(self, name: str, config: DenseConfig) -> str | None:
+        """The full name of a tensor in an HF file; None for one that is computed, not trained."""
+        return None if _IGNORED.fullmatch(name) else name
+
+    def paddlenlp_prefix(self, config: DenseConfig) -> str | None:
+        """The prefix that PaddleNLP writes instead of `model.`; None where it has no such model."""
+        return config.paddlenlp_prefix
+
+
+class DenseGgufNames(DenseNames):
+    """`DenseNames` of a family that llama.cpp has with the names in `gguf_names`."""
+
+    def from_gguf(self, name: str) -> str | None:
+        """Our name of a tensor in a GGUF file; None for one that is computed, not trained."""
+        return gguf_names.from_gguf(name)
+
+    def to_gguf(self, name: str) -> str | None:
+        """The name of a parameter in GGUF."""
+        return gguf_names.to_gguf(name)
+
+    def gguf_to_hf(self, name: str, value: np.ndarray, config: DenseConfig) -> np.ndarray:
+        """A GGUF matrix [outputs, inputs], or a bias, as HF has it: with halves of q and k where GGUF has neighbours.
+        `name` is ours."""
+        heads = _rotated_heads(name, config)
+        if heads is None:
+            return value
+        pairs = value.reshape(heads, value.shape[0] // heads // 2, 2, *value.shape[1:])
+        return pairs.swapaxes(1, 2).reshape(value.shape)
+
+    def hf_to_gguf(self, name: str, value: np.ndarray, config: DenseConfig) -> np.ndarray:
+        """The inverse of `gguf_to_hf`."""
+        heads = _rotated_heads(name, config)
+        if heads is None:
+            return value
+        halves = value.reshape(heads, 2, value.shape[0] // heads // 2, *value.shape[1:])
+        return halves.swapaxes(1, 2).reshape(value.shape)
+
+
+NAMES = DenseNames()
+GGUF_NAMES = DenseGgufNames()
+
+
+def _layer_shapes(config: DenseConfig, layer: LayerSpec) -> Shapes:
+    """The parameters of a layer, in the order that `blocks.DecoderLayer` and `dense.DenseLayer` have them."""
+    attention = layer.attention
+    mlp = layer.mlp
+    assert isinstance(attention, GroupedQuery)
+    assert isinstance(mlp, GatedMLP)
+    qk_norms = None
+    if attention.normed is not None:
+        counts = (attention.heads, attention.kv_heads) if attention.normed == "whole" else (1, 1)
+        qk_norms = (counts[0] * attention.head_size, counts[1] * attention.head_size)
+    hidden = config.hidden_size
+    parts = attention_shapes(config, attention.biased, attention.output_biased, qk_norms)
+    before: Shapes = {"weight": (hidden,)} if layer.norms != "after" else {}
+    after: Shapes = {"weight": (hidden,)} if layer.norms != "before" else {}
+    modules = {
+        "input_layernorm": before,
+        "self_attn": parts,
+        "post_attention_layernorm": before,
+        "mlp": mlp_shapes(hidden, mlp.width, mlp.biased),
+        "post_self_attn_layernorm": after,
+        "post_mlp_layernorm": after,
+    }
+    return {f"{module}.{part}": shape for module, shapes in modules.items() for part, shape in shapes.items()}
+
+
+def _rotated_heads(name: str, config: DenseConfig) -> int | None:
+    """Heads of a parameter whose outputs are rotated, and lie otherwise in GGUF; None for others."""
+    if not config.gguf_interleaves:
+        return None
+    return {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
