@@ -119,7 +119,8 @@ def bits(run: Run, four: bool, eight: tuple[str, Any], kind: tuple[str, str], do
         doubled: True for double quantisation, which also quantises the scales.
     """
     if (four or eight[1]) and is_quantised(str(run.given(run.suite.model_key))):
-        run.refuse(*(eight if eight[1] else kind), "the model is quantised already")
+        key, value = eight if eight[1] else kind
+        run.refuse(key, value, "the model is quantised already")
     if eight[1] and not four:
         if run.has_experts:
             why = "which matrices of experts are in 8 bits depends on the version of transformers"
