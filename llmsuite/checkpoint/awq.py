@@ -52,7 +52,8 @@ class AwqFormat:
         found = data.get("quantization_config")
         if not isinstance(found, Mapping) or found.get("quant_method") != "awq":
             return None
-        bits, group = found.get("bits", found.get("w_bit")), found.get("group_size", found.get("q_group_size"))
+        bits = found.get("bits", found.get("w_bit"))
+        group = found.get("group_size", found.get("q_group_size"))
         if type(bits) is not int or bits != 4:
             raise UserError(f"config.json: quantization_config.bits is {bits!r}; AWQ is read with 4")
         if type(group) is not int or (group < 1 and group != -1):

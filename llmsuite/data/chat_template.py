@@ -158,6 +158,11 @@ class ChatTemplate:
         self._check_kwargs(self._kwargs)
 
     @property
+    def has_marks(self) -> bool:
+        """True for a template with `{% generation %}`, which decides what is supervised."""
+        return self._has_marks
+
+    @property
     def name(self) -> str:
         """Name of the template in messages."""
         return self._name

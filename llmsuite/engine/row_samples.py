@@ -44,6 +44,8 @@ from llmsuite.engine.drop_counts import DropCounts
 S = TypeVar("S")
 _FORMAT = "3"
 """Format version in the names of entries: raise it with any change of their files."""
+_BY_LENGTH = ("longer than", "with a single token", "with no answer within")
+"""How reasons of dropped rows begin that are about the length."""
 _WINDOW_BYTES = 4 << 20
 _WINDOW_ROWS = 4096
 
@@ -111,7 +113,8 @@ class OpenRows(Protocol):
     """Faults of the other rows."""
 
     def usable(self) -> np.ndarray:
-        """Return the numbers of the rows that have a sample, in ascending order."""
+        """Return the numbers of the rows that have a sample, in ascending order, for the choice of Axolotl. Raises
+        UserError if a row has none for another reason than its length, as Axolotl keeps such rows."""
 
     def samples(self, numbers: np.ndarray | None, part: str, faults: Faults) -> LoadedSamples:
         """Make samples of rows.
@@ -124,6 +127,16 @@ class OpenRows(Protocol):
         Raises:
             UserError: a row is faulty.
         """
+
+
+def _check_dropped_by_length(counts: DropCounts) -> None:
+    """Raise UserError if rows are dropped for another reason than their length."""
+    others = {reason: number for reason, number in counts.dropped.items() if not reason.startswith(_BY_LENGTH)}
+    if others:
+        raise UserError(
+            f"{counts.path}: {sum(others.values())} rows are dropped {next(iter(others))}; Axolotl counts them among "
+            "the rows of which it holds out some: remove them from the file, or set data.choice to datasets"
+        )
 
 
 def column_rules(context: Any) -> ColumnRules:
@@ -154,6 +167,7 @@ class RowsInMemory:
         counts = DropCounts(self._path, self.num_rows, places=self._rows.places, faults=Faults("skip"))
         samples = self._stage.make_samples(self._rows, counts)
         found = kept_rows(self._stage, self.num_rows, len(samples), counts)
+        _check_dropped_by_length(counts)
         return np.unique(np.array(found, "int64"))
 
     def samples(self, numbers: np.ndarray | None, part: str, faults: Faults) -> LoadedSamples:
@@ -222,6 +236,7 @@ class RowsOnDisk:
         self.faults = Faults.from_json(note["unread_faults"], path)
 
     def usable(self) -> np.ndarray:
+        _check_dropped_by_length(self._counts)
         return np.unique(self._numbers)
 
     def samples(self, numbers: np.ndarray | None, part: str, faults: Faults) -> LoadedSamples:

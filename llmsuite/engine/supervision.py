@@ -184,11 +184,25 @@ def check_supervision(stage: Stage[Any], collate: Collate, samples: Sequence[Any
             f"{what}: everything is masked: no token of its {len(samples)} samples is supervised, so the loss would "
             "be 0; look at one with `llmsuite data explain`"
         )
+    if _has_marks(stage):
+        stage.context.report(
+            f"{what}: no answer ends with the end-of-sequence token of the tokenizer, as the template marks others; "
+            "a model that learns so ends answers as the template does, such as with <|im_end|>"
+        )
+        return
     raise UserError(
         f"{what}: the end of answers is never supervised: the end-of-sequence token is masked or cut off in all of its "
         f"{len(samples)} samples, so no answer would ever end; raise data.max_length, or look at one with "
         "`llmsuite data explain`"
     )
+
+
+def _has_marks(stage: Stage[Any]) -> bool:
+    """Return True if the chat template marks what is supervised; False without a template."""
+    try:
+        return stage.context.template().has_marks
+    except UserError:
+        return False
 
 
 def _ends(row: SupervisedSequence, eos_id: int) -> bool:

@@ -55,7 +55,7 @@ class Rendered:
 
 class SftStage(GeneratingStage[WeightedTokens]):
     """Trains on the assistant's turns, each with the tokens that end it; the last one ends with an end-of-sequence
-    token."""
+    token, unless the chat template marks what is supervised."""
 
     row_kind = "conversation"
     row_by_row = True
@@ -213,7 +213,7 @@ class SftStage(GeneratingStage[WeightedTokens]):
             # the model would get other tokens in generation than in training
             if before[: len(ids)] != ids:
                 raise Unusable("with an answer that is tokenized differently when the conversation continues")
-            answer = self._end(answer, is_last=i == len(encoded) - 1)
+            answer = self._end(answer, is_last=i == len(encoded) - 1 and not self._template.has_marks)
             weights += [0] * (len(before) - len(ids)) + [weight] * len(answer)
             ids = before + answer
         return WeightedTokens(np.array(ids, dtype="int32"), np.array(weights, dtype="float32"))
@@ -223,7 +223,7 @@ class SftStage(GeneratingStage[WeightedTokens]):
         dropped.
 
         A template may end turns with another token. That token is kept, and the last turn also gets the end-of-sequence
-        token.
+        token, unless the template marks what is supervised.
         """
         eos = self.context.tokenizer.eos_id
         if answer.count(eos) > 1:

@@ -11,7 +11,8 @@ from typing import Any
 from llmsuite.base.errors import UserError
 from llmsuite.base.safe_files import exists
 from llmsuite.data.turns import SHAREGPT_ROLES
-from llmsuite.plugins.suites import axolotl_arguments, model, trainer
+from llmsuite.plugins.suites import axolotl_arguments, axolotl_templates, model, trainer
+from llmsuite.plugins.suites.conversion.end_tokens import end_of_sequence, is_base
 from llmsuite.plugins.suites.conversion.kinds import LIST, MAPPING, ONE, ONE_OR_MAPPING, WORDS, Kind, is_on
 from llmsuite.plugins.suites.suite import Run, Suite
 
@@ -236,7 +237,7 @@ def _data(run: Run) -> dict[str, Any]:
         run.refuse("datasets", "field_messages", "data.columns is the same for all files")
     if any(other != templates[0] for other in templates):
         run.refuse("datasets", "chat_template", "data.chat_template is the same for all files")
-    found |= _held_out(run, texts != {None})
+    found |= _held_out(run, texts != {None} or _writes_nothing_after_answers(run, templates[0]))
     text = next(iter(texts))
     if text is not None:
         found |= {"text_template": text, "answer_tokens": "apart"}
@@ -246,13 +247,26 @@ def _data(run: Run) -> dict[str, Any]:
     if run.flag("sample_packing"):
         found |= _packing(run, found["max_length"], len(sources))
     if templates[0] != "tokenizer" and text is None:
-        found["chat_template"] = templates[0]
+        found["chat_template"] = _template(run, templates[0])
+    elif text is None:
+        _template(run, "tokenizer")
     _check_tokens(run, templates[0], text is not None)
     return found | trainer.loading(run)
 
 
-def _held_out(run: Run, is_text: bool) -> dict[str, Any]:
-    """Return the keys for `val_set_size`: the last rows in the order of a shuffle, of those that are not too long."""
+def _writes_nothing_after_answers(run: Run, template: str) -> bool:
+    """Return True if a chat template is known to write nothing after the end-of-sequence token of an answer, so that
+    rows are as long here as in Axolotl."""
+    return template == "llama3" and end_of_sequence(str(run.given("base_model"))) == _ENDS["llama3"]
+
+
+def _held_out(run: Run, counts_all: bool) -> dict[str, Any]:
+    """Return the keys for `val_set_size`: the last rows in the order of a shuffle, of those that are not too long.
+
+    Args:
+        run: the conversion.
+        counts_all: True if the length of a row is that of all its tokens here.
+    """
     if not is_on(run.given("val_set_size")):
         return {}
     size = run.number("val_set_size", 0)
@@ -260,8 +274,8 @@ def _held_out(run: Run, is_text: bool) -> dict[str, Any]:
         run.refuse("val_set_size", size, "leaves no row for training; data.holdout is a share between 0 and 1")
     if is_on(run.given("test_datasets")):
         run.refuse("val_set_size", size, "and test_datasets are both given")
-    if not is_text:
-        # Axolotl counts text that a template writes after the last answer, and keeps rows without answers
+    if not counts_all:
+        # Axolotl counts text that a template writes after the last answer
         run.refuse("val_set_size", size, "which rows are dropped before it differs with chat templates; "
                                          "nearest key: data.holdout")  # fmt: skip
     return {"holdout": int(size) if size > 1 else float(size), "choice": "axolotl"}
@@ -363,6 +377,25 @@ def _check_tokens(run: Run, template: str, is_text: bool) -> None:
     changed = sorted(role for role, token in tokens.items() if token is not None and same.get(role) != token)
     if changed:
         run.refuse("special_tokens", ", ".join(changed), "tokens are those of the tokenizer")
+
+
+def _template(run: Run, template: str) -> str:
+    """Return `data.chat_template`: where a template ends answers with another token than the end-of-sequence token, a
+    text with what Axolotl supervises. Refuse such a template without a text."""
+    name = str(run.given("base_model"))
+    end = _ENDS.get(template)
+    eos = end_of_sequence(name)
+    if (end is None and not is_base(name)) or (end is not None and eos == end):
+        return template
+    text = None if eos is None else axolotl_templates.text_of(template, run.given("eot_tokens") == [end])
+    if text is None:
+        why = f"ends answers with {end}, which may not be" if end else "ends answers with another token than"
+        run.refuse("chat_template", run.given("chat_template") or "not given", f"{why} the end-of-sequence token of "
+                   f"{name}; it is not supervised there")  # fmt: skip
+        return template
+    run.note("data.chat_template: the text of Axolotl's template, for rows without tools; it supervises the end of an "
+             "answer only where eot_tokens has it")  # fmt: skip
+    return text
 
 
 def _evaluates(run: Run, train: dict[str, Any]) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 from llmsuite.base.errors import UserError
 from llmsuite.plugins.suites import llamafactory_arguments, llamafactory_data, model, trainer
+from llmsuite.plugins.suites.conversion.end_tokens import end_of_sequence
 from llmsuite.plugins.suites.conversion.kinds import is_on
 from llmsuite.plugins.suites.suite import Run, Suite
 from llmsuite.plugins.suites.swift_templates import SUPERVISED_ANSWER, chatml_text
@@ -17,6 +18,7 @@ _DEFAULTS = trainer.Defaults(recompute=True)
 _STAGES = {"pt": "pretrain", "sft": "sft", "dpo": "dpo", "kto": "kto"}
 _TEMPLATES = {"chatml": "chatml", "qwen3_nothink": "chatml", "smollm": "chatml", "llama3": "llama3"}
 """Templates equal to a built-in one, without a default system turn."""
+_ENDS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>"}
 _OWN_TEMPLATES = {"qwen": r"qwen-?2\.5-[\d.]+b-instruct/?$", "smollm2": r"smollm2-[\d.]+[bm]-instruct/?$"}
 """Templates equal, with their system turn, to those of the tokenizers of some models: pattern of model names. Those of
 base models, such as Qwen2.5-7B, have another system turn or no template."""
@@ -244,11 +246,15 @@ def _template(run: Run) -> dict[str, Any]:
     name = run.take("template")
     if name is None:
         return {}
+    weights = str(run.given(run.suite.model_key))
     if name in _TEMPLATES:
+        eos = end_of_sequence(weights)
+        if eos not in (None, _ENDS[_TEMPLATES[name]]):
+            run.refuse("template", name, f"ends answers with {_ENDS[_TEMPLATES[name]]}, and the end-of-sequence token "
+                       f"of {weights} is {eos}; llmsuite supervises both, LLaMA-Factory the first")  # fmt: skip
         if _TEMPLATES[name] == "chatml":
             run.note("data.chat_template: the line break after an answer's <|im_end|> is not supervised; there it is")
         return {"chat_template": _TEMPLATES[name]}
-    weights = str(run.given(run.suite.model_key))
     if name in _OWN_TEMPLATES and re.search(_OWN_TEMPLATES[name], weights, re.IGNORECASE):
         run.note(
             "data.chat_template: that of the tokenizer, which is equal; tokens after the end of an answer are not "

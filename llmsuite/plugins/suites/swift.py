@@ -135,6 +135,7 @@ def _recipe(run: Run) -> dict[str, Any]:
         "launch": trainer.launch(run),
     }
     model.revision(run, recipe["model"], hub)
+    _add_positions(run, recipe)
     _accumulate(run, recipe["launch"])
     recipe["train"] = trainer.train(run, recipe["launch"], parallel, defaults)
     evaluate(run, recipe)
@@ -153,6 +154,20 @@ def _recipe(run: Run) -> dict[str, Any]:
     _stop_early(run, recipe, metric)
     recipe |= trainer.ends(run)
     return {key: value for key, value in recipe.items() if value != {}}
+
+
+def _add_positions(run: Run, recipe: dict[str, Any]) -> None:
+    """Raise the number of positions of a model to `data.max_length`: ms-swift trains on longer rows than the model had,
+    by the same rotary embedding."""
+    length = recipe["data"]["max_length"]
+    if run.preset is None or run.section == "grpo":
+        return
+    config = run.family.config_cls(**run.family.presets[run.preset])
+    is_plain = getattr(config, "rope_theta", None) is not None and not getattr(config, "rope_scaling", None)
+    if is_plain and length > config.max_position_embeddings:
+        recipe["model"]["config"] = {"max_position_embeddings": length}
+        run.note(f"model.config.max_position_embeddings: {length}, as data.max_length; the model had "
+                 f"{config.max_position_embeddings}")  # fmt: skip
 
 
 def _is_wrapped(run: Run) -> bool:

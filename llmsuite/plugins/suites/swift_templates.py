@@ -12,14 +12,16 @@ from llmsuite.plugins.suites.conversion.family import unquantised
 from llmsuite.plugins.suites.conversion.kinds import is_on
 from llmsuite.plugins.suites.suite import Run
 
-_WITH_SYSTEM = r"qwen-?2-(57b-a14b|[\d.]+b)(-instruct)?/?$|qwen-?2\.5-(coder-)?[\d.]+b-instruct/?$"
+_WITH_SYSTEM = r"qwen-?2-(57b-a14b|[\d.]+b)-instruct/?$|qwen-?2\.5-(coder-)?[\d.]+b-instruct/?$"
 """Models whose tokenizers have the templates of ms-swift, with the same default system turn. Others, such as
 Qwen1.5, Qwen2.5-Math and Qwen2.5-1M, have another text in it."""
-_QWEN_2_5_BASE = r"qwen-?2\.5-(coder-)?[\d.]+b/?$"
-"""Models for which ms-swift has the template of Qwen2.5-Instruct, and whose tokenizers have another system turn."""
+_QWEN_2_BASE = r"qwen-?2-(57b-a14b|[\d.]+b)/?$"
+_QWEN_2_5_BASE = r"qwen-?2\.5-(coder-|math-)?[\d.]+b/?$"
+"""Models for which ms-swift has the template of the Instruct ones, whose turns end with <|im_end|>. It is not the
+end-of-sequence token of their tokenizers, which other templates write at the end of a conversation."""
 _QWEN_2_5_MATH = r"qwen-?2\.5-math-[\d.]+b(-instruct)?/?$"
 """Models that differ from these only in the default system turn."""
-_WITHOUT_SYSTEM = r"qwen-?3-.*instruct-2507|llama-?3-(8|70)b"
+_WITHOUT_SYSTEM = r"qwen-?3-.*instruct-2507|llama-?3-(8|70)b-instruct"
 """Models whose tokenizers have the templates of ms-swift, without a default system turn."""
 _QWEN_3 = r"(?:^|/)qwen-?3-[\d.]+b(-a[\d.]+b)?(-base)?/?$"
 """Models with and without thoughts, for which ms-swift begins each answer without one by an empty thought; the template
@@ -61,13 +63,15 @@ def template(run: Run) -> dict[str, Any]:
             run.note("data.chat_template: the text of ms-swift's template, which refuses rows that it does not write "
                      "alike; what it has in {% generation %} is supervised")  # fmt: skip
             return {"chat_template": text}
-    if given is None and _is_qwen_2_5(run, weights):
+    if given is None and _is_math(run, weights):
         run.note("data.chat_template: qwen2.5, ms-swift's for this model; that of its tokenizer has another system "
                  "turn. Tokens after the end of an answer are not supervised")  # fmt: skip
         return {"chat_template": "qwen2.5"}
     if given is not None or not re.search(f"{_WITH_SYSTEM}|{_WITHOUT_SYSTEM}", weights, re.IGNORECASE):
         why = "is a template of ms-swift, which may differ from the tokenizer's in system turns or thoughts"
-        if re.search(r"qwen-?2\.5", weights, re.IGNORECASE):
+        if run.section != "sft" and re.search(f"{_QWEN_2_BASE}|{_QWEN_2_5_BASE}", weights, re.IGNORECASE):
+            why = "ends answers with <|im_end|>, which is not the end-of-sequence token of the tokenizer"
+        elif re.search(r"qwen-?2\.5", weights, re.IGNORECASE):
             why = f"{why}; nearest key: data.chat_template qwen2.5"
         run.refuse("template", given or "not given", f"for {weights} it {why}")
     run.note("data.chat_template: that of the tokenizer, which equals ms-swift's; tokens after the end of an answer "
@@ -75,12 +79,21 @@ def template(run: Run) -> dict[str, Any]:
     return {}
 
 
-def _is_qwen_2_5(run: Run, weights: str) -> bool:
-    """Return True for a model whose rows have the turns of Qwen2.5-Instruct in ms-swift, and not with its tokenizer."""
-    if re.search(_QWEN_2_5_BASE, weights, re.IGNORECASE):
-        return True
-    # the default system turn is that of `system`
-    return re.search(_QWEN_2_5_MATH, weights, re.IGNORECASE) is not None and is_on(run.given("system"))
+def _is_math(run: Run, weights: str) -> bool:
+    """Return True for an Instruct model of Qwen2.5-Math with a system turn: rows have the turns of Qwen2.5-Instruct."""
+    is_instruct = re.search(r"-instruct/?$", weights, re.IGNORECASE) is not None
+    return is_instruct and re.search(_QWEN_2_5_MATH, weights, re.IGNORECASE) is not None and is_on(run.given("system"))
+
+
+def _system_of_base(run: Run, weights: str) -> str | None:
+    """Return the default system turn that ms-swift has for a base model of Qwen2 or Qwen2.5; None for another model."""
+    if re.search(_QWEN_2_BASE, weights, re.IGNORECASE):
+        return _QWEN_2_SYSTEM
+    if not re.search(_QWEN_2_5_BASE, weights, re.IGNORECASE):
+        return None
+    if re.search(_QWEN_2_5_MATH, weights, re.IGNORECASE) and not is_on(run.given("system")):
+        return None  # its default system turn is another one
+    return _QWEN_2_5_SYSTEM
 
 
 def _text(run: Run, weights: str) -> str | None:
@@ -93,21 +106,28 @@ def _text(run: Run, weights: str) -> str | None:
         run.take("loss_scale")
         adds = run.take("add_non_thinking_prefix")
         return chatml(None, adds is None or is_on(adds), scale or "default")
+    system = _system_of_base(run, weights)
+    if system is not None and scale in (None, "default", "last_round"):
+        run.take("loss_scale")
+        run.note("data.chat_template: the text of ms-swift's template, which ends answers with <|im_end|>, not with "
+                 "the end-of-sequence token of the tokenizer")  # fmt: skip
+        return chatml(system, False, scale or "default")
     if scale != "last_round":
         return None
-    for pattern, system in (
+    for pattern, default in (
         (r"qwen-?2\.5-", _QWEN_2_5_SYSTEM), (r"qwen-?2-", _QWEN_2_SYSTEM), (r"qwen-?3-.*instruct-2507", None),
     ):  # fmt: skip
-        is_known = re.search(f"{_WITH_SYSTEM}|{_QWEN_2_5_BASE}|{_WITHOUT_SYSTEM}", weights, re.IGNORECASE)
+        is_known = re.search(f"{_WITH_SYSTEM}|{_WITHOUT_SYSTEM}", weights, re.IGNORECASE)
         if is_known and re.search(pattern, weights, re.IGNORECASE):
             run.take("loss_scale")
-            return chatml(system, False, scale)
+            return chatml(default, False, scale)
     return None
 
 
 def _named_text(name: Any, weights: str) -> str | None:
     """Return the text of a template with a name in ms-swift, for a tokenizer without a BOS token; None for another."""
-    is_known = re.search(f"{_WITH_SYSTEM}|{_QWEN_2_5_BASE}", weights, re.IGNORECASE) is not None
+    known = f"{_WITH_SYSTEM}|{_QWEN_2_BASE}|{_QWEN_2_5_BASE}"
+    is_known = re.search(known, weights, re.IGNORECASE) is not None
     return DEFAULT if name == "default" and is_known else None
 
 

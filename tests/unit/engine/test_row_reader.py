@@ -113,6 +113,14 @@ def test_rows_of_axolotl_are_held_out_after_long_ones_are_dropped(tmp_path: Path
     assert sorted(plain(two[1][""]), key=key) == sorted(expected["test"], key=key)
 
 
+def test_rows_that_axolotl_keeps_end_its_choice(tmp_path: Path, opened: Opened, place: str) -> None:
+    """A row without an answer would move the border of the rows that are held out."""
+    rows = [*rows_of("sft")[:10], {"messages": [{"role": "user", "content": "Hi?"}]}]
+    reader = opened(holdout=0.2, choice="axolotl").reader
+    with pytest.raises(UserError, match=r"all\.jsonl: 1 rows are dropped with no supervised turn .* Axolotl counts"):
+        reader.read_all(written(tmp_path, "all", rows), {})
+
+
 def test_prompts_of_rollouts_are_held_out(tmp_path: Path, plan: Callable[..., RunPlan], registry: Registry) -> None:
     rows = [{"prompt": f"Say {n}."} for n in range(12)]
     path = written(tmp_path, "prompts", rows)

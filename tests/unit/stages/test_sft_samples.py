@@ -24,7 +24,7 @@ from llmsuite.data.plain_text import plain_conversation
 from llmsuite.data.read import read_rows
 from llmsuite.data.rows import Conversation, Message, ToolCall, turns_of
 from llmsuite.data.tokenizer import TextTokenizer
-from llmsuite.engine.supervision import supervised_sequences
+from llmsuite.engine.supervision import check_supervision, supervised_sequences
 from llmsuite.stages.language_model import WeightedTokens, collate, join, weighted_loss
 from llmsuite.stages.sections import SftSection
 from llmsuite.stages.sft import SftStage
@@ -158,6 +158,19 @@ def test_each_template_supervises_the_end_of_turns(template: str, supervised: li
     made = make_stage(template=template)
     ((sample,), _) = samples(made, talk("Hi?", "Hello.", "And?", "Bye."))
     assert parts(made, sample)[1::2] == supervised
+
+
+def test_a_template_with_marks_decides_how_an_answer_ends() -> None:
+    """Tokens are those of the template, also where it does not write the end-of-sequence token."""
+    marks = (
+        "{% for m in messages %}{{ m.role + ': ' }}{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content }}<|eot_id|>{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    made = make_stage(template=marks)
+    ((sample,), _) = samples(made, talk("Hi?", "Hello.", "And?", "Bye."))
+    assert parts(made, sample)[1::2] == ["Hello.<|eot_id|>", "Bye.<|eot_id|>"]
+    check_supervision(made, made.collate, [sample], "rows.jsonl")
 
 
 def test_tools_and_calls() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from llmsuite.base.errors import UserError
 from tests.support.axolotl import BARE, FULL, ROWS
+from tests.support.marked import marked
 from tests.unit.plugins.suites.conftest import Converted
 
 ACTION = "from-axolotl"
@@ -43,7 +44,7 @@ def test_modules_that_are_trained_in_full(converted: Converted) -> None:
     )
     assert found.recipe["lora"]["modules_to_save"] == modules
     assert found.recipe["lora"]["ensure_weight_tying"] is True
-    of_llama_3 = {**BARE, "base_model": "meta-llama/Llama-3.1-8B", "peft_ensure_weight_tying": True}
+    of_llama_3 = {**BARE, "base_model": "meta-llama/Llama-3.1-8B-Instruct", "peft_ensure_weight_tying": True}
     found = converted(ACTION, {**of_llama_3, "special_tokens": {"pad_token": "<|finetune_right_pad_id|>"}})
     assert "modules_to_save" not in found.recipe["lora"]
     assert "ensure_weight_tying" not in found.recipe["lora"]
@@ -113,13 +114,48 @@ def test_data_sets_become_the_section_data(converted: Converted) -> None:
     assert data(datasets=[older])["train"] == "hf:org/rows?split=a&config=en"
     several = data(datasets=[ROWS, {**ROWS, "path": "two.jsonl"}])
     assert (several["train"], several["mix"]) == ("hf:org/rows?split=train", {"two.jsonl": None})
-    assert data(chat_template="chatml", eot_tokens=["<|im_end|>"])["chat_template"] == "chatml"
-    assert data(chat_template="qwen_25", eot_tokens=["<|im_end|>"])["chat_template"] == "qwen2.5"
+    qwen = {"base_model": "Qwen/Qwen2.5-7B-Instruct", "eot_tokens": ["<|im_end|>"]}
+    assert data(**qwen, chat_template="chatml")["chat_template"] == "chatml"
+    assert data(**qwen, chat_template="qwen_25")["chat_template"] == "qwen2.5"
     held = {"test_datasets": [{**ROWS, "split": "test"}]}
     assert "eval" not in data(**held)
     recipe = converted(ACTION, {**BARE, **held, "evals_per_epoch": 1, "saves_per_epoch": 1}).recipe
     assert (recipe["data"]["eval"], recipe["train"]["eval_steps"]) == ("hf:org/rows?split=test", "epoch")
     assert recipe["checkpoint"]["save_steps"] == "epoch"
+
+
+@pytest.mark.parametrize(
+    ("model", "template"),
+    [
+        ("Qwen/Qwen2.5-7B", None),
+        ("meta-llama/Llama-3.1-8B", "llama3"),
+        ("org/some-llama", "chatml"),
+    ],
+)
+def test_ends_of_answers_that_are_not_supervised(model: str, template: str | None, converted: Converted) -> None:
+    """Axolotl supervises the end-of-sequence token where the template ends an answer with it, and nothing else."""
+    with pytest.raises(UserError, match=r"chat_template = .*: ends answers with .* it is not supervised there"):
+        converted(ACTION, {**BARE, "base_model": model, "chat_template": template})
+
+
+def test_conversations_that_are_held_out(converted: Converted) -> None:
+    """Where a template writes nothing after an answer, rows are as long here as there."""
+    data = converted(ACTION, {**BARE, "chat_template": "llama3", "val_set_size": 0.05}).recipe["data"]
+    assert (data["holdout"], data["choice"], data["chat_template"]) == (0.05, "axolotl", "llama3")
+
+
+def test_texts_of_templates_of_base_models(converted: Converted) -> None:
+    """As Axolotl's ChatTemplateStrategy: the content of answers, and their end where `eot_tokens` has it."""
+    base = {**BARE, "base_model": "Qwen/Qwen2.5-7B", "chat_template": "qwen_25"}
+    turns = [("user", "Hi"), ("assistant", "Hello."), ("user", "2+2?"), ("assistant", "4")]
+    system = "{system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.}\n"
+    text = converted(ACTION, base).recipe["data"]["chat_template"]
+    assert marked(text, *turns) == (
+        f"{system}{{user\nHi}}\n{{assistant\n[Hello.]}}\n{{user\n2+2?}}\n{{assistant\n[4]}}\n"
+    )
+    assert marked(text, ("system", ""), *turns[:2]) == "{system\n}\n{user\nHi}\n{assistant\n[Hello.]}\n"
+    named = converted(ACTION, {**base, "chat_template": "chatml", "eot_tokens": ["<|im_end|>"]})
+    assert marked(named.recipe["data"]["chat_template"], *turns[:2]) == "{user\nHi}\n{assistant\n[Hello.}]\n"
 
 
 def test_rows_of_alpaca_without_those_that_are_held_out(converted: Converted) -> None:

@@ -185,6 +185,10 @@ NOT_THE_SAME: list[tuple[dict[str, Any], str]] = [
         {**SFT, "pure_bf16": True, "optim": "adamw_torch"},
         "optim = adamw_torch: rounds parameters in 16 bits after each",
     ),
+    (
+        {**SFT, "model_name_or_path": "meta-llama/Meta-Llama-3-8B", "template": "llama3"},
+        r"template = llama3: ends answers with <\|eot_id\|>, and the end-of-sequence token of .* is <\|end_of_text",
+    ),
     ({**SFT, "finetuning_type": "freeze"}, "finetuning_type = freeze"),
     ({**SFT, "adapter_name_or_path": "x"}, "after `llmsuite merge`"),
     ({**DPO, "pref_loss": "orpo"}, "pref_loss = orpo: weights chosen answers equally"),

@@ -13,6 +13,7 @@ from llmsuite.contract.registry import Registry
 from llmsuite.plugins.suites.convert import convert
 from llmsuite.plugins.suites.known import SUITES
 from llmsuite.plugins.suites.swift import read_shell
+from llmsuite.plugins.suites.swift_templates import chatml
 from tests.support.swift import BARE, FULL, RLHF
 from tests.unit.plugins.suites.conftest import Converted
 
@@ -100,6 +101,12 @@ def test_data_sets_become_the_section_data(converted: Converted) -> None:
     assert data(packing=True)["packing"] == "best_fit"
     assert data(dataset_shuffle=False, train_dataloader_shuffle=False)["shuffle"] is False
     assert "shuffle" not in data(dataset_shuffle=False)
+
+
+def test_rows_longer_than_the_positions_of_the_model(converted: Converted) -> None:
+    found = converted(ACTION, {**BARE, "max_length": 65536}).recipe
+    assert (found["data"]["max_length"], found["model"]["config"]) == (65536, {"max_position_embeddings": 65536})
+    assert "config" not in converted(ACTION, {**BARE, "max_length": 32768}).recipe["model"]
 
 
 def test_names_are_filled_in(converted: Converted) -> None:
@@ -446,9 +453,16 @@ def test_system_turns(converted: Converted) -> None:
 
 
 def test_base_models_of_qwen_have_the_template_of_instruct(converted: Converted) -> None:
-    """That of their tokenizers has another system turn."""
-    found = converted(ACTION, {**BARE, "model": "Qwen/Qwen2.5-7B"})
-    assert found.recipe["data"]["chat_template"] == "qwen2.5"
+    """Their tokenizers have another system turn, and another end-of-sequence token, which ms-swift does not write."""
+    for model, system in (("Qwen2.5-7B", "You are Qwen, created by Alibaba Cloud. "), ("Qwen2-7B", "")):
+        found = converted(ACTION, {**BARE, "model": f"Qwen/{model}"})
+        text = chatml(f"{system}You are a helpful assistant.", False, "default")
+        assert found.recipe["data"]["chat_template"] == text
+        for kind in ("dpo", "kto", "grpo"):
+            with pytest.raises(
+                UserError, match=r"template = not given: .*ends answers with <\|im_end\|>, which is not"
+            ):
+                converted(ACTION, {**RLHF, "rlhf_type": kind, "model": f"Qwen/{model}"})
     assert "chat_template" not in converted(ACTION, BARE).recipe["data"]
 
 

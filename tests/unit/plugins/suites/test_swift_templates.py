@@ -108,13 +108,21 @@ def test_qwen_2_5_math_has_the_system_turn_that_is_given(registry: Registry) -> 
     """Without one it has another than Qwen2.5."""
     given = {**BARE, "model": "Qwen/Qwen2.5-Math-1.5B"}
     found = convert(SUITES[ACTION], {**given, "system": "Be brief."}, "x.yaml", registry)
-    assert found.recipe["data"]["chat_template"] == "qwen2.5"
+    assert found.recipe["data"]["chat_template"] == chatml(QWEN_2_5, False, "default")
+    instruct = {**given, "model": "Qwen/Qwen2.5-Math-1.5B-Instruct", "system": "Be brief."}
+    assert convert(SUITES[ACTION], instruct, "x.yaml", registry).recipe["data"]["chat_template"] == "qwen2.5"
     with pytest.raises(UserError, match="template = not given"):
         convert(SUITES[ACTION], given, "x.yaml", registry)
 
 
 def test_known_templates() -> None:
-    for model in ("Qwen/Qwen2-7B", "Qwen/Qwen2.5-Coder-7B-Instruct", "models/Qwen2.5-7B-Instruct/"):
+    for model in ("Qwen/Qwen2-7B-Instruct", "Qwen/Qwen2.5-Coder-7B-Instruct", "models/Qwen2.5-7B-Instruct/"):
         assert re.search(_WITH_SYSTEM, model, re.IGNORECASE)
-    for model in ("Qwen/Qwen2-VL-7B-Instruct", "Qwen/Qwen2-Math-7B", "Qwen/Qwen2.5-7B-Instruct-AWQ"):
+    for model in (
+        "Qwen/Qwen2-7B",
+        "Qwen/Qwen2.5-7B",
+        "Qwen/Qwen2-VL-7B-Instruct",
+        "Qwen/Qwen2-Math-7B",
+        "Qwen/Qwen2.5-7B-Instruct-AWQ",
+    ):
         assert not re.search(_WITH_SYSTEM, model, re.IGNORECASE)
