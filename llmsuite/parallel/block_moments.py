@@ -24,7 +24,7 @@ import paddle
 
 from llmsuite.base.typing import Tensor
 from llmsuite.contract.schema.recipe import TrainSection
-from llmsuite.devices.tensors import tensor_of
+from llmsuite.devices.tensors import array_of, tensor_of
 from llmsuite.models.dynamic_map import BLOCK, dynamic_map
 from llmsuite.parallel import collective
 from llmsuite.parallel.block_layout import BlockLayout, Box
@@ -217,7 +217,7 @@ class BlockAdamW:
     def load(self, state: BlockState, slot: str, value: Tensor) -> None:
         """Load a slot: codes of this rank's elements, the magnitudes of all blocks, or a power."""
         if slot in _POWERS:
-            state.powers[_POWERS.index(slot)] = float(value)
+            state.powers[_POWERS.index(slot)] = float(array_of(value).reshape(-1)[0])
         elif slot in MOMENTS:
             state.codes[slot].copy_(value.astype("int8"), False)  # padding comes as float32
         else:

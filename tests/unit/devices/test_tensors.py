@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import re
 from types import SimpleNamespace
@@ -13,6 +14,8 @@ import psutil
 import pytest
 
 from llmsuite.devices.tensors import array_of, tensor_of
+from tests.support.host_copies import host_copies
+from tests.support.house import house
 from tests.support.paths import ROOT
 
 
@@ -135,18 +138,26 @@ def test_a_copy_from_a_gpu_waits_for_the_stream_of_computations(monkeypatch: pyt
     assert log == [(str(paddle.CPUPlace()), False), "waited"]
 
 
-ROOMS = ("adapters", "engine", "models", "observe", "parallel", "rl", "stages")
-PACKAGE = ROOT / "llmsuite"
-COPIES = re.compile(r"\.numpy\(\)|\.item\(\)")
+ROOMS = tuple(f"llmsuite.{room}." for room in ("adapters", "engine", "models", "observe", "parallel", "rl", "stages"))
 
 
 def test_training_copies_between_host_and_device_here_only() -> None:
     """Other copies wait for messages that other ranks have not received yet."""
     found = [
-        f"{path.relative_to(PACKAGE)}:{number}: {line.strip()}"
-        for room in ROOMS
-        for path in sorted((PACKAGE / room).rglob("*.py"))
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-        if COPIES.search(line)
+        f"{module}:{line}" for module, tree in house().items() if module.startswith(ROOMS) for line in host_copies(tree)
     ]
     assert found == []
+
+
+def test_copies_are_seen_however_they_are_written() -> None:
+    code = """
+def run(x: Tensor, other: Tensor | None, count: int) -> None:
+    y: Tensor = made()
+    int(x[0]), float(-y), bool((x > 0).all()), x.tolist()
+    unknown.item(), other.numpy()
+    if x.max() > 0: pass
+    assert (y == 1).all()
+    if other: pass
+    if x is None or x.shape[0] > 1 or x.is_dist() or count > 0: int(count), float(x.shape[0]), count.tolist()
+"""
+    assert host_copies(ast.parse(code)) == [4, 5, 6, 7]
