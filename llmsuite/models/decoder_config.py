@@ -36,7 +36,6 @@ SMALL: Mapping[str, Any] = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
     "max_position_embeddings": 512,
     "initializer_range": 0.1,
     "bos_token_id": 1,
