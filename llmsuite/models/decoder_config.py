@@ -123,6 +123,7 @@ class RotaryConfig(DecoderConfig):
     rope_theta: Annotated[float, Ge(1)] = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: dict[str, Any] | None = None
+    """Null, or {"rope_type", "factor", …} as in HF's config.json."""
 
     @property
     def rotary_size(self) -> int:
