@@ -46,7 +46,7 @@ FAMILY = dense_family(
     name="gemma1",
     help="Gemma 1.1",
     config_cls=GemmaConfig,
-    smoke=SMALL | {"tie_word_embeddings": True},
+    smoke=SMALL | {"head_dim": 16},
     hf_model_types=("gemma",),
 )
 

@@ -36,7 +36,6 @@ SMALL: Mapping[str, Any] = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
     "max_position_embeddings": 512,
     "initializer_range": 0.1,
     "bos_token_id": 1,
@@ -124,6 +123,7 @@ class RotaryConfig(DecoderConfig):
     rope_theta: Annotated[float, Ge(1)] = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: dict[str, Any] | None = None
+    """Null, or {"rope_type", "factor", …} as in HF's config.json."""
 
     @property
     def rotary_size(self) -> int:

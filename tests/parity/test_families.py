@@ -30,6 +30,13 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "ernie": ("ernie", ()),
     "ernie with biases": ("ernie", ("--model.config.use_bias=true", "--model.config.tie_word_embeddings=false")),
+    "gemma 2": ("gemma", ()),
+    "gemma 3": ("gemma", ("--model.preset=gemma-3-1b",)),
+    "granite": ("granite", ()),
+    "smollm3": ("smollm3", ()),
+    "olmo": ("olmo", ()),
+    "seed oss": ("seed_oss", ()),
+    "glm": ("glm", ()),
     "ernie moe": ("ernie_moe", ()),
     "ernie moe without shared experts": ("ernie_moe", ("--model.config.moe_num_shared_experts=0",)),
     "gpt": ("gpt", ()),
@@ -64,11 +71,18 @@ OF_EXPERTS = {
     "ep2": (2, '{"expert_parallel_degree":2}', "dynamic"),
     "ep2 stage3 compiled": (2, '{"expert_parallel_degree":2,"sharding":"stage3"}', "to_static"),
 }
-POINTS = [
-    (family, mesh)
-    for family, (package, _) in FAMILIES.items()
-    for mesh in ((*MESHES, *OF_EXPERTS) if package in EXPERTS else MESHES)
-]
+UNCUT = ("olmo",)
+"""Families without tensor parallel."""
+
+
+def _meshes(package: str) -> list[str]:
+    """Names of the meshes of a family."""
+    if package in UNCUT:
+        return [name for name, (_, parallel, _) in MESHES.items() if "tensor" not in parallel]
+    return [*MESHES, *(OF_EXPERTS if package in EXPERTS else ())]
+
+
+POINTS = [(family, mesh) for family, (package, _) in FAMILIES.items() for mesh in _meshes(package)]
 
 
 def _cases(family: str) -> list[Case]:

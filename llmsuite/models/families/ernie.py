@@ -81,6 +81,7 @@ PRESETS: dict[str, dict[str, Any]] = {"ernie-4.5-0.3b": {}}
 
 SMOKE: dict[str, Any] = {
     **SMALL,
+    "head_dim": 16,
     "tie_word_embeddings": True,
 }
 """Small enough for a laptop; its vocabulary is that of data/tokenizer."""

@@ -206,6 +206,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 SMOKE: dict[str, Any] = {
     **SMALL,
+    "head_dim": 16,
     "query_pre_attn_scalar": 24,
     "sliding_window": 24,
     "sliding_window_pattern": 2,

@@ -82,7 +82,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 """Shapes as published."""
 
-SMOKE: dict[str, Any] = {**SMALL, "attention_bias": True}
+SMOKE: dict[str, Any] = {**SMALL, "head_dim": 16, "attention_bias": True}
 """Small enough for a laptop."""
 SMOKE_KEEPS = ("tie_word_embeddings", "attention_bias")
 """Fields that decide which code runs: `--smoke` keeps them as the recipe has them."""

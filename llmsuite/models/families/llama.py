@@ -221,7 +221,6 @@ PRESETS: dict[str, dict[str, Any]] = {
 SMOKE: dict[str, Any] = {
     **SMALL,
     "tie_word_embeddings": False,
-    "head_dim": None,
 }
 """Small enough for a laptop; its vocabulary is that of data/tokenizer."""
 SMOKE_KEEPS = ("model_type", "tie_word_embeddings", "attention_bias", "mlp_bias")

@@ -180,6 +180,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 SMOKE: dict[str, Any] = {
     **SMALL,
+    "head_dim": 16,
     "model_type": "qwen3",
     "tie_word_embeddings": False,
 }

@@ -53,7 +53,7 @@ class SeedOssConfig(DenseConfig):
 PRESETS: dict[str, dict[str, Any]] = {"seed-oss-36b": {"hidden_size": 5120, "rope_theta": 10000000.0}}
 """Shape as published."""
 
-SMOKE: dict[str, Any] = {**SMALL}
+SMOKE: dict[str, Any] = {**SMALL, "head_dim": 16}
 """Small enough for a laptop."""
 SMOKE_KEEPS = ("tie_word_embeddings", "attention_bias", "attention_out_bias", "mlp_bias")
 """Fields that decide which code runs: `--smoke` keeps them as the recipe has them."""

@@ -18,7 +18,8 @@ from llmsuite.models.decoder_config import DenseConfig
 from llmsuite.models.dense import DenseLM, OffsetRMSNorm
 from llmsuite.models.dense_names import NAMES
 from llmsuite.models.shape_spec import GatedMLP as GatedMLPSpec
-from tests.support.families import FAMILIES, tiny
+from tests.support.families import FAMILIES, load, tiny
+from tests.support.paths import REFERENCE
 
 CAPPED = {
     "model_type": "gemma2",
@@ -61,6 +62,18 @@ def test_capped_scores_take_plain_masks() -> None:
         with paddle.LazyGuard():
             model = family.factory()(family.config_cls(**{**family.smoke, **shape}), given)
         assert model.ops.causal_mask is expected
+
+
+@pytest.mark.parametrize("case", ["gemma/gemma2", "gemma/gemma3", "smollm3/tied", "granite/tied", "glm/partial"])
+def test_documents_in_a_row_are_as_if_they_were_alone(case: str) -> None:
+    """Each kind of attention has its own rotation, window and mask."""
+    model = load(REFERENCE / case)
+    ids = np.random.default_rng(0).integers(0, 60, [1, 16])
+    starts = np.array([[0] * 9 + [9] * 7])
+    with paddle.no_grad():
+        together, _ = model.hidden_states(paddle.to_tensor(ids), document_starts=paddle.to_tensor(starts))
+        alone = [model.hidden_states(paddle.to_tensor(part))[0].numpy() for part in (ids[:, :9], ids[:, 9:])]
+    np.testing.assert_allclose(together.numpy(), np.concatenate(alone, 1), atol=2e-5)
 
 
 @pytest.mark.parametrize("heads_first", [False, True])
