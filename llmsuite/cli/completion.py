@@ -66,7 +66,8 @@ def complete(parsers: Mapping[str, Any], registry: Registry) -> None:
         if name == named:
             further = next((word for word in words[1:] if word in registry.recipe_commands), None)
             if command is recipe.COMMAND and further is not None:
-                command, given = registry.recipe_commands[further], CommandParser()
+                command = registry.recipe_commands[further]
+                given = CommandParser()
                 command.add_arguments(given)
                 own.add_argument("action")
             # they depend on the plugins, so no type has them

@@ -177,7 +177,7 @@ def llmsuite_register_commands() -> list[Command]:
 
 @hookspec
 def llmsuite_register_recipe_commands() -> list[Command]:
-    """Return subcommands of `llmsuite recipe`, beside its own `new` and `from-NAME`."""
+    """Return subcommands of `llmsuite recipe`, which has `new` and `from-NAME` itself."""
     raise AssertionError("a hookspec is not called")
 
 

@@ -131,7 +131,7 @@ def candidates_of(
     limit: float,
     device: Hardware,
 ) -> Candidates:
-    """What all strategies of a search have in common; the arguments are those of `search`."""
+    """The recipe, model and device that all strategies of a search have in common, from the arguments of `search`."""
     return Candidates(
         loaded=loaded,
         model_plan=model_plan,
@@ -317,7 +317,8 @@ def refine(
                 if isinstance(found, Fitting):
                     known[found.strategy] = found
                     if found.rank_key < best.rank_key:
-                        best, is_better = found, True
+                        best = found
+                        is_better = True
     return sorted(known.values(), key=lambda found: found.rank_key)
 
 

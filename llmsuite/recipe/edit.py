@@ -69,7 +69,7 @@ def _inserted(text: str, found: _Object, name: str, value: str, is_yaml: bool) -
     """The text with one key more at the end of an object."""
     entry = f"{json.dumps(name)}: {value}"
     if not found.members:
-        at = found.start + 1  # behind the brace
+        at = found.start + 1  # after the brace
         return f"{text[:at]}{entry}{text[at:]}"
     last = max(found.members.values(), key=lambda member: member.end)
     line = text.rfind("\n", 0, last.key) + 1

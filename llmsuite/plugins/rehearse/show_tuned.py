@@ -165,10 +165,11 @@ def model_flops(found: Estimate) -> float:
 
 
 def show_changes(own: Fitting | Rejected | str, best: Fitting, candidates: Candidates) -> Iterator[str]:
-    """What each change of the recipe gains, by arithmetic: the recommended layout with one thing as it was."""
+    """The gain of each change of the recipe, by arithmetic: the recommended layout with one thing as it was."""
     if isinstance(own, str):
         return
-    before, after = own.strategy, best.strategy
+    before = own.strategy
+    after = best.strategy
     changed = [key for key in _CHANGES if _value(before, key, candidates) != _value(after, key, candidates)]
     yield ""
     if not changed:

@@ -70,10 +70,10 @@ def output_tuned(text: str, output: str | None) -> None:
             print("note: secrets are not printed; write the recipe with --output to keep them", file=sys.stderr)
         return
     path = Path(output)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    new = path.with_name(f".{path.name}.{os.getpid()}")
     with os_errors(path):
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
+        new.write_text(text, encoding="utf-8")
+        new.replace(path)
     print(f"wrote {output}")
 
 

@@ -111,7 +111,17 @@ def test_what_clusters_start_are_commands(registry: Registry) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["clusters", "devices", "from-llamafactory", "from-other-suites", "from-trl", "plugin-examples", "plugins"]
+    "name",
+    [
+        "clusters",
+        "devices",
+        "from-llamafactory",
+        "from-other-suites",
+        "from-trl",
+        "plugin-examples",
+        "plugins",
+        "rehearsing",
+    ],
 )
 def test_code_on_chinese_pages_is_that_of_the_english_ones(name: str) -> None:
     """The English pages' commands and programs are run or checked; these are the same."""
