@@ -91,8 +91,8 @@ class StageProfile:
     updates: int = 0
     """Number of training steps per rollout (`RolloutStage.roll_out`); 0 for a stage without rollouts."""
     on_policy: float = 1.0
-    """Share of the rollouts of a stage with rollouts. Which they are is drawn at random from the seed; instead of the
-    others the stage trains on the samples of the data as they are."""
+    """Share of the rollouts of a stage with rollouts. Which they are is random, by the seed; instead of the others
+    the stage trains on the samples of the data as they are."""
     evaluates_rollouts: bool = True
     """False for a stage with rollouts whose evaluations compute its loss on the samples of the data."""
     reference: str | None = None

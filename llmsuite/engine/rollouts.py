@@ -165,7 +165,7 @@ def rollout_engine(
     return RolloutEngine(engine, rollouts, weights, on_first_rank, is_sampler, find_mismatch)
 
 
-def draws_rollout(seed: int, num_finished: int, share: float) -> bool:
+def needs_rollout(seed: int, num_finished: int, share: float) -> bool:
     """Return True if the next steps train on a rollout, in a run that has a share of the rollouts. The same on every
     rank, and in a resumed run; it is the draw of GKD in ms-swift.
 
@@ -265,19 +265,19 @@ class RolloutDataLoader:
 
     def _roll_out(self) -> None:
         """Run the rollout of the next steps, and collate this rank's batches of it; or of the samples as they are,
-        where no rollout is drawn."""
+        where they need no rollout."""
         started = time.perf_counter()
         stage = self._stage
         num_updates = self._num_updates
         size = self._global_batch_size
-        is_drawn = draws_rollout(self._seed, self._step, self._on_policy)
-        rollouts = self._engine.current(self._step) if is_drawn else None
+        is_sampled = needs_rollout(self._seed, self._step, self._on_policy)
+        rollouts = self._engine.current(self._step) if is_sampled else None
         samples = list[Any]()
         position = self._position
         staleness = self._start_later_steps(rollouts)
         prompts = self._take_samples(size * num_updates)
         self._metrics = {}
-        if stage is not None and not is_drawn:
+        if stage is not None and not is_sampled:
             samples = prompts
         elif stage is not None:
             assert rollouts is not None
@@ -297,7 +297,7 @@ class RolloutDataLoader:
         self._steps = [self._local_batches(samples[i : i + size]) for i in range(0, size * num_updates, size)]
         self._run_prepasses()
         if self._on_policy < 1:
-            self._metrics["on_policy"] = float(is_drawn)
+            self._metrics["on_policy"] = float(is_sampled)
         self._metrics["rollout_seconds"] = time.perf_counter() - started
 
     def _call_stage(self, stage: RolloutStage[Any], prompts: list[Any], rollouts: Rollouts) -> RolloutResult:

@@ -114,7 +114,7 @@ class GkdStage(SftStage, RolloutStage[Any]):
 
     def row_lengths(self, samples: Sequence[WeightedTokens | SampledAnswers]) -> np.ndarray:
         """The length of each sample in a row, [samples, 1], or of its sampled answers, [samples, answers]."""
-        return np.array([[answer.num_inputs for answer in _answers(sample)] for sample in samples], dtype="int64")
+        return np.array([_lengths(_answers(sample)) for sample in samples], dtype="int64")
 
     def collate(self, samples: Sequence[WeightedTokens | SampledAnswers]) -> Batch:
         """A batch with padding on the right, or with all samples in one row. With `gkd.mean` micro_batches its weights
@@ -132,7 +132,7 @@ class GkdStage(SftStage, RolloutStage[Any]):
 
     def roll_out(self, step: int, samples: Sequence[PromptedTokens], rollouts: Rollouts) -> RolloutResult:
         """Sample answers to the prompt of each conversation."""
-        assert self._rollout is not None, "only drawn with gkd.on_policy"
+        assert self._rollout is not None, "only called with gkd.on_policy"
         decode = self.context.tokenizer.decode
         prompts = []
         for sample in samples:
@@ -141,7 +141,7 @@ class GkdStage(SftStage, RolloutStage[Any]):
         scored = rollouts.sample(prompts, step, sampling_params(self._rollout), _no_scores, 0)
         none = np.full(scored.scores.shape[:2], np.nan)
         return RolloutResult(
-            [SampledAnswers([self._ended(completion) for completion in group]) for group in scored.groups],
+            [SampledAnswers(list(map(self._ended, group))) for group in scored.groups],
             completion_metrics(list(itertools.chain(*scored.groups))),
             completion_rows(scored.groups, scored.scores, (), none, none, version=scored.version),
         )
@@ -191,6 +191,11 @@ class GkdStage(SftStage, RolloutStage[Any]):
 def _answers(sample: WeightedTokens | SampledAnswers) -> Sequence[WeightedTokens]:
     """The sequences that a sample has in a batch."""
     return sample.answers if isinstance(sample, SampledAnswers) else [sample]
+
+
+def _lengths(answers: Sequence[WeightedTokens]) -> list[int]:
+    """The number of inputs of each sequence."""
+    return [answer.num_inputs for answer in answers]
 
 
 def _no_scores(completions: Sequence[Completion]) -> np.ndarray:

@@ -37,8 +37,8 @@ class GkdSection(Section):
     """Logits of both models are divided by it before they are compared."""
     on_policy: Fraction = 0.0
     """Share of the steps that train on answers sampled from the model, with the keys of section rollout, in place of
-    the last answer of each conversation: lambda of the paper, lmbda of TRL. Each step is drawn with this probability,
-    from the seed. Above 0 a run needs memory for sampling."""
+    the last answer of each conversation: lambda of the paper, lmbda of TRL. Each step is one with this probability,
+    by the seed. Above 0 a run needs memory for sampling."""
     sft_weight: NonNegativeFloat = 0.0
     """Weight of an SFT term: the negative log-probability of the tokens in the data, at temperature 1. Steps on sampled
     answers have none."""
