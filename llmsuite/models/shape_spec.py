@@ -115,6 +115,10 @@ class MoE:
     """True where the divisor of that normalisation is clipped."""
 
 
+LAYER_NORMS = frozenset(
+    {"input_layernorm", "post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"}
+)
+"""Names of the norms of a layer over the width of the model: before attention and MLP, and after them."""
 ATTENTION_MODULES = ("input_layernorm", "self_attn")
 """Modules of the first half of a layer with experts, up to the residual after attention: the half that `to_static`
 compiles. The second half cannot be compiled, as its routing depends on values."""

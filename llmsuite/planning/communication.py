@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from llmsuite.adapters.lora import SECOND_FACTOR
 from llmsuite.adapters.parameters import parameter_of
 from llmsuite.contract.specs import PrePass, StageProfile
-from llmsuite.models.shape_spec import MoE, ShapeSpec
+from llmsuite.models.shape_spec import LAYER_NORMS, MoE, ShapeSpec
 from llmsuite.parallel import edges, ledger_entries
 from llmsuite.parallel.mesh import DATA, EXPERT, MODEL, RUN, SHARDING, TENSOR, TIED, Mesh
 from llmsuite.parallel.zero3_units import gather_units
@@ -286,7 +286,7 @@ class Traffic:
         module = parameter.name.rpartition(".")[0]
         of_heads = module.endswith((".q_norm", ".k_norm"))
         between = (
-            module.endswith(("input_layernorm", "post_attention_layernorm"))
+            module.rpartition(".")[2] in LAYER_NORMS
             or self._layout.shard_plan.is_last_norm(module)
             or any(fnmatch.fnmatchcase(module, pattern) for pattern in self._layout.shard_plan.mtp_inputs)
         )
