@@ -226,7 +226,7 @@ def _family(name: str, cls: str, help: str, hf_model_types: tuple[str, ...]) -> 
     return ModelFamily(
         name=name,
         help=help,
-        config_cls=getattr(config, f"{cls}Config"),
+        config_cls=pkgutil.resolve_name(f"{package}.config:{cls}Config"),
         presets=config.PRESETS,
         smoke=config.SMOKE,
         smoke_keeps=config.SMOKE_KEEPS,
@@ -244,7 +244,7 @@ def _dense(name: str, cls: str, help: str, hf_model_types: tuple[str, ...], gguf
     return dense_family(
         name=name,
         help=help,
-        config_cls=getattr(module, f"{cls}Config"),
+        config_cls=pkgutil.resolve_name(f"{module.__name__}:{cls}Config"),
         presets=module.PRESETS,
         smoke=module.SMOKE,
         smoke_keeps=module.SMOKE_KEEPS,

@@ -178,7 +178,7 @@ def show_changes(own: Fitting | Rejected | str, best: Fitting, candidates: Candi
     yield "what each change gains: the recommended layout with one thing as it was, planned"
     rows = [["change", "from", "to", "without it"]]
     for key in changed:
-        strategy = dataclasses.replace(after, **{key: getattr(before, key)})
+        strategy = dataclasses.replace(after, **{key: dataclasses.asdict(before)[key]})
         found = candidates.try_exactly(strategy) if key == "recompute" else candidates.try_strategy(strategy)
         words = [str(_value(each, key, candidates)) for each in (before, after)]
         rows.append([_CHANGES[key], *words, _without(found, best)])
@@ -191,7 +191,7 @@ def _value(strategy: Strategy, key: str, candidates: Candidates) -> object:
         "micro_batch": candidates.train_plan.section.micro_batch_size,
         "offload": candidates.own_parallel_plan.engine.offload_optimizer,
     }
-    value = getattr(strategy, key)
+    value = dataclasses.asdict(strategy)[key]
     return own[key] if value is None else value
 
 

@@ -79,9 +79,9 @@ def output_tuned(text: str, output: str | None) -> None:
 
 def _value(recipe: Section, key: Key) -> Any:
     """The value of a key; below a section there may be a plain object, such as `model.config`."""
-    found: Any = recipe
+    found: Any = as_plain(recipe)
     for name in key:
-        found = found[name] if isinstance(found, dict) else getattr(found, name)
+        found = found[name]
     return found
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -163,7 +164,8 @@ def _add_positions(run: Run, recipe: dict[str, Any]) -> None:
     if run.preset is None or run.section == "grpo":
         return
     config = run.family.config_cls(**run.family.presets[run.preset])
-    is_plain = getattr(config, "rope_theta", None) is not None and not getattr(config, "rope_scaling", None)
+    shape = dataclasses.asdict(config)
+    is_plain = shape.get("rope_theta") is not None and not shape.get("rope_scaling")
     if is_plain and length > config.max_position_embeddings:
         recipe["model"]["config"] = {"max_position_embeddings": length}
         run.note(f"model.config.max_position_embeddings: {length}, as data.max_length; the model had "
