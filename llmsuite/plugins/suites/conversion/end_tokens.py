@@ -13,7 +13,8 @@ _TOKENS = (
     (r"qwen-?(1\.5|2|2\.5|3)-", "<|endoftext|>"),
     (r"llama-?3[^/]*instruct", "<|eot_id|>"),
     (r"llama-?3", "<|end_of_text|>"),
-    (r"smollm2?-[^/]*instruct", "<|im_end|>"),
+    (r"smollm-?3-[^/]*base", "<|end_of_text|>"),
+    (r"smollm2?-[^/]*instruct|smollm-?3", "<|im_end|>"),
     (r"smollm", "<|endoftext|>"),
     (r"codellama|llama-?2|tinyllama|open_llama|mistral|mixtral", "</s>"),
 )

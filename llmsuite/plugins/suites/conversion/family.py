@@ -31,6 +31,7 @@ _MODEL_TYPES = (
     (r"gemma-?3-(270m|1b)\b", "gemma3_text"),
     (r"gemma-?(3|4)", "gemma3 or newer, for images"),
     (r"gemma", "gemma"),
+    (r"granite-?3[^/]*-a\d+m", "granitemoe"),
     (r"granite-?3", "granite"),
     (r"granite", "granitemoehybrid"),
     (r"olmo-?2\b", "olmo2"),
