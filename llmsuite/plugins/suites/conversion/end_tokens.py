@@ -16,6 +16,8 @@ _TOKENS = (
     (r"smollm-?3-[^/]*base", "<|end_of_text|>"),
     (r"smollm2?-[^/]*instruct|smollm-?3", "<|im_end|>"),
     (r"smollm", "<|endoftext|>"),
+    (r"gemma", "<eos>"),
+    (r"glm-(4|z1)-", "<|endoftext|>"),
     (r"codellama|llama-?2|tinyllama|open_llama|mistral|mixtral", "</s>"),
 )
 """Patterns of names in lower case; the first match counts."""
@@ -28,4 +30,4 @@ def end_of_sequence(model: str) -> str | None:
 
 def is_base(model: str) -> bool:
     """Return True for a model whose tokenizer is known to have an end-of-sequence token that ends texts, not turns."""
-    return end_of_sequence(model) in ("<|endoftext|>", "<|end_of_text|>")
+    return end_of_sequence(model) in ("<|endoftext|>", "<|end_of_text|>", "<eos>")

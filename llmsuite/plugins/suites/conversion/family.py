@@ -57,7 +57,7 @@ _MODEL_TYPES = (
 
 _QUANTISED = re.compile(r"-(gptq(-int[48])?|awq)(?=/?$)", re.IGNORECASE)
 """End of the name of a published model whose matrices are stored in codes that are read here."""
-_SUFFIXES = re.compile(r"^meta-|-(instruct|thinking|chat|hf|base|en|bf16|fp16)\b", re.IGNORECASE)
+_SUFFIXES = re.compile(r"^meta-|-(instruct|thinking|chat|it|pt|hf|base|en|bf16|fp16)\b", re.IGNORECASE)
 
 
 def is_quantised(model: str) -> bool:
