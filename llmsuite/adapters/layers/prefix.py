@@ -216,9 +216,10 @@ class PrefixInputs(InputForm):
             prefix = paddle.zeros([document_starts.shape[0], tokens], document_starts.dtype)
             document_starts = paddle.concat([prefix, document_starts], 1)
         inputs = model.layer_inputs(0, tokens + length, dtype, document_starts)
-        mask_index = 0 if len(inputs) == 1 else 2  # with learned positions there is no rotation before the mask
-        # all but the mask have tokens in dim 1
-        return tuple(_from_token(given, tokens, index == mask_index) for index, given in enumerate(inputs))
+        # the mask of each kind of attention comes after its rotation; with learned positions there is none before it
+        mask_index = 0 if len(inputs) == 1 else 2
+        # all but the masks have tokens in dim 1
+        return tuple(_from_token(given, tokens, index % 3 == mask_index) for index, given in enumerate(inputs))
 
 
 class StoredPrefixInputs(InputForm):
