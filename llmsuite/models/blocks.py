@@ -98,6 +98,8 @@ class Attention(nn.Layer, WithCore):
         """
         super().__init__()
         self.head_size = config.head_size
+        self.rotary_size: int = config.head_size
+        """Number of the first elements of a head that are rotated."""
         self.rotary = ops.rotary
         self.core = ops.attention
         self.heads_first = ops.decoding.heads_first

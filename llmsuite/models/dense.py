@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import paddle
@@ -56,7 +57,7 @@ class DenseAttention(Attention):
         super().__init__(config, ops, spec.biased, spec.output_biased, interleaved=spec.interleaved)
         self.rounds_activations = spec.rounds and ops.matmuls.rounds_attention
         if spec.score_cap is not None:
-            self.core = functools.partial(capped_attention, spec.score_cap, ops.decoding.heads_first)
+            self.core = _capped_core(spec.score_cap, ops.decoding.heads_first)
         size = spec.head_size
         self.rotates = spec.rotary
         self.rotary_size = size if spec.rotary_size is None else spec.rotary_size
@@ -100,6 +101,13 @@ class DenseAttention(Attention):
             return self.rotary(halves(x) if self.interleaved else x, cos, sin)
         first, rest = paddle.split(x, [self.rotary_size, self.head_size - self.rotary_size], -1)
         return paddle.concat([self.rotary(halves(first) if self.interleaved else first, cos, sin), rest], -1)
+
+
+@functools.cache
+def _capped_core(cap: float, heads_first: bool) -> Callable[..., Tensor]:
+    """`capped_attention` with its first arguments: one object, as layers share a program only if their cores are
+    equal."""
+    return functools.partial(capped_attention, cap, heads_first)
 
 
 class GeluGatedMLP(GatedMLP):

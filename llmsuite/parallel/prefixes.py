@@ -54,7 +54,7 @@ class _PrefixShards:
         return dtensor_to_local(parameter, mesh, [dist.Partial(), over_tp if over_tp.is_shard() else dist.Partial()])
 
     def extend(
-        self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, interleaved: bool
+        self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, interleaved: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values with the prefix prepended, see `prefix.extended`."""
         mesh, placements = self._layout(q)

@@ -34,7 +34,8 @@ def temporaries(
     the layers, in bytes."""
     # forward: float32 logits in addition to the softmax; backward: its gradient; a fused kernel works in place
     wide = 4
-    if "cross_entropy" in settings.fused and settings.tp == 1 and not settings.entropy:
+    # in the backward pass of a cap there are two gradients, too
+    if "cross_entropy" in settings.fused and settings.tp == 1 and not settings.entropy and shape_spec.logit_cap is None:
         wide = 0
     wide += 4 if settings.entropy else 0  # the gradient of the exponentials, in addition to that of the logits
     wide += 4 * _COMPARED if settings.compares else 0
@@ -84,4 +85,5 @@ def _logits_bytes(shape_spec: ShapeSpec, settings: ActivationSettings) -> float:
         times = 3
     if settings.compares:  # keeps the gradient of the divergence
         times = 1 + (times if settings.compares_nll else 0)
-    return times * 4 * shape_spec.vocabulary / settings.tp
+    capped = 0 if shape_spec.logit_cap is None else settings.num_bytes  # the output of its tanh
+    return (times * 4 + capped) * shape_spec.vocabulary / settings.tp

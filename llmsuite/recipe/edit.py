@@ -56,13 +56,15 @@ def edited(text: str, path: str | Path, changes: Mapping[Key, Any]) -> str:
 def _changed(text: str, is_yaml: bool, key: Key, value: Any) -> str:
     """The text with one key of another value."""
     found, rest = _deepest(text, is_yaml, key)
-    if not rest:
-        member = found.members[key[-1]]
-        space = " " if member.value == member.end and text[member.value - 1 : member.value] == ":" else ""
-        return f"{text[: member.value]}{space}{json.dumps(value, ensure_ascii=False)}{text[member.end :]}"
     for name in reversed(rest[1:]):
         value = {name: value}
-    return _inserted(text, found, rest[0], json.dumps(value, ensure_ascii=False), is_yaml)
+    new = json.dumps(value, ensure_ascii=False)
+    member = found.members.get(rest[0] if rest else key[-1])
+    if member is None:
+        return _inserted(text, found, rest[0], new, is_yaml)
+    # a section may be there as null
+    space = " " if member.value == member.end and text[member.value - 1 : member.value] == ":" else ""
+    return f"{text[: member.value]}{space}{new}{text[member.end :]}"
 
 
 def _inserted(text: str, found: _Object, name: str, value: str, is_yaml: bool) -> str:
@@ -79,7 +81,7 @@ def _inserted(text: str, found: _Object, name: str, value: str, is_yaml: bool) -
         end = len(text) if end < 0 else end
         return f"{text[:end]}\n{' ' * len(indent)}{name}: {value}{text[end:]}"
     between = f",\n{indent}" if not indent.strip() else ", "
-    if is_yaml and not between.isspace():
+    if is_yaml:
         entry = f"{name}: {value}"
     return f"{text[: last.end]}{between}{entry}{text[last.end :]}"
 
@@ -96,16 +98,22 @@ def _removed(text: str, is_yaml: bool, key: Key) -> str:
     if found.is_block:
         end = text.find("\n", member.end)
         return text[:line] + ("" if end < 0 else text[end + 1 :])
-    blank = _without_comments(text, is_yaml)
+    blank = text if is_yaml else _COMMENT.sub(_blank, text)
     comma = _after_space(blank, member.end)
     if blank[comma : comma + 1] == ",":
         end = comma + 1
         end += len(text[end:]) - len(text[end:].lstrip(" \t"))
         if text[end : end + 1] == "\n" and not text[line : member.key].strip():
-            end = _after_space(text, end)  # the next key takes its place
+            return text[:line] + text[end + 1 :]
         return text[: member.key] + text[end:]
     before = [other.end for other in found.members.values() if other.end < member.key]
-    return text[: max(before, default=member.key)] + text[member.end :]
+    if not before:
+        return text[: member.key] + text[member.end :]
+    comma = _after_space(blank, max(before))
+    between = text[comma + 1 : member.key]
+    if not text[member.end :].partition("\n")[0].strip() or not between.strip():
+        between = between.rstrip()  # but comments on the key before stay
+    return text[:comma] + between + text[member.end :]
 
 
 def _deepest(text: str, is_yaml: bool, key: Key) -> tuple[_Object, Key]:
@@ -118,15 +126,14 @@ def _deepest(text: str, is_yaml: bool, key: Key) -> tuple[_Object, Key]:
     raise AssertionError("a recipe is an object")
 
 
-def _without_comments(text: str, is_yaml: bool) -> str:
+def _without_comments(text: str) -> str:
     """The text of JSONC with spaces in place of comments and of commas before brackets, so that offsets stay."""
-    if is_yaml:
-        return text
+    return _LAST_COMMA.sub(_blank, _COMMENT.sub(_blank, text))
 
-    def blank(match: re.Match[str]) -> str:
-        return match[0] if match[0].startswith('"') else re.sub(r"[^\n]", " ", match[0])
 
-    return _LAST_COMMA.sub(blank, _COMMENT.sub(blank, text))
+def _blank(match: re.Match[str]) -> str:
+    """Spaces in place of a match, unless that is a string."""
+    return match[0] if match[0].startswith('"') else re.sub(r"[^\n]", " ", match[0])
 
 
 def _after_space(text: str, at: int) -> int:
@@ -137,7 +144,7 @@ def _after_space(text: str, at: int) -> int:
 
 def _json_object(text: str, path: Key) -> _Object | None:
     """The object at a path; None where there is none."""
-    plain = _without_comments(text, is_yaml=False)
+    plain = _without_comments(text)
     start = _after_space(plain, 0)
     found = _json_members(plain, start)
     for name in path:
@@ -177,7 +184,14 @@ def _yaml_object(text: str, path: Key) -> _Object | None:
         return None
     members = {}
     for key, value in node.value:
-        start = value.start_mark.index
-        end = start + len(text[start : value.end_mark.index].rstrip())
-        members[key.value] = _Member(key.start_mark.index, start, end)
+        members[key.value] = _Member(key.start_mark.index, value.start_mark.index, _yaml_end(text, value))
     return _Object(node.start_mark.index, members, not node.flow_style)
+
+
+def _yaml_end(text: str, node: Any) -> int:
+    """Offset after a node. For PyYAML a block ends where the next one begins: after comments that belong to that."""
+    if isinstance(node.value, list) and node.value and not node.flow_style:
+        last = node.value[-1]
+        return _yaml_end(text, last[1] if isinstance(last, tuple) else last)
+    start: int = node.start_mark.index
+    return start + len(text[start : node.end_mark.index].rstrip())

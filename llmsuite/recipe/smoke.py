@@ -294,7 +294,7 @@ def _shape(recipe: Recipe, family: ModelFamily, stage: RunSpec, tp: int, parts: 
         value = shape_fields(config)[key]
         if key not in shape and value == defaults[key]:
             continue  # the default already has this value
-        if value is None or isinstance(value, (str, bool, float)):  # sizes stay tiny; only null is kept
+        if value is None or isinstance(value, (str, bool, float)):  # sizes stay tiny: of integers only null is kept
             shape[key] = value
     if window_of(config) is not None:
         shape["sliding_window"] = _SMALL_WINDOW

@@ -81,7 +81,7 @@ class PrefixedCore:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Attention of q [B, L, H, K] to the prefix and to k, v [B, L, J, K], [B, L, H, K]; the mask is for P + L."""
         keys, values = self._prefix()
-        q, k, v = self.extend(q, k, v, keys, values, _is_interleaved(self._attention))
+        q, k, v = self.extend(q, k, v, keys, values, _interleaved_size(self._attention))
         return self.remove(self._core(q, k, v, mask), keys.shape[0])
 
     def _prefix(self) -> tuple[Tensor, Tensor]:
@@ -106,9 +106,10 @@ def _unsharded(parameter: Tensor) -> Tensor:
 
 
 def extended(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, interleaved: bool
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, interleaved: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [B, L, H, K], keys and values [B, L, J, K] with those of a prefix, [P, J, K], before them: P + L each."""
+    """Queries [B, L, H, K], keys and values [B, L, J, K] with those of a prefix, [P, J, K], before them: P + L each.
+    `interleaved` is the number of the first elements of a head whose pairs are neighbours."""
     rows = q.shape[0]
     count = keys.shape[0]
     placeholder = q[:, :1].detach().expand([rows, count, *q.shape[2:]])  # any finite values: outputs are discarded
@@ -124,14 +125,21 @@ def without_prefix(output: Tensor, count: int) -> Tensor:
     return output[:, count:]
 
 
-def _batched(keys: Tensor, values: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+def _batched(keys: Tensor, values: Tensor, interleaved: int) -> tuple[Tensor, Tensor]:
     """A prefix as a batch of one row, [1, P, J, K], with the elements of keys in the order that attention uses."""
     keys = keys.unsqueeze(0)
-    return halves(keys) if interleaved else keys, values.unsqueeze(0)
+    size = keys.shape[-1]
+    if interleaved == size:
+        keys = halves(keys)
+    elif interleaved:
+        first, rest = paddle.split(keys, [interleaved, size - interleaved], -1)
+        keys = paddle.concat([halves(first), rest], -1)
+    return keys, values.unsqueeze(0)
 
 
-def _is_interleaved(attention: Any) -> bool:
-    return isinstance(attention, Attention) and attention.interleaved
+def _interleaved_size(attention: Any) -> int:
+    """Number of the first elements of a head whose rotated pairs are neighbours."""
+    return attention.rotary_size if isinstance(attention, Attention) and attention.interleaved else 0
 
 
 def add_prefixes(
@@ -208,9 +216,10 @@ class PrefixInputs(InputForm):
             prefix = paddle.zeros([document_starts.shape[0], tokens], document_starts.dtype)
             document_starts = paddle.concat([prefix, document_starts], 1)
         inputs = model.layer_inputs(0, tokens + length, dtype, document_starts)
-        mask_index = 0 if len(inputs) == 1 else 2  # with learned positions there is no rotation before the mask
-        # all but the mask have tokens in dim 1
-        return tuple(_from_token(given, tokens, index == mask_index) for index, given in enumerate(inputs))
+        # the mask of each kind of attention comes after its rotation; with learned positions there is none before it
+        mask_index = 0 if len(inputs) == 1 else 2
+        # all but the masks have tokens in dim 1
+        return tuple(_from_token(given, tokens, index % 3 == mask_index) for index, given in enumerate(inputs))
 
 
 class StoredPrefixInputs(InputForm):
@@ -245,7 +254,7 @@ def prefix_cache(
         own_values = _local(attention.prefix_v)
         keys, values = (
             to_global(part.transpose([0, 2, 1, 3]).expand([rows, part.shape[2], part.shape[1], part.shape[3]]))
-            for part in _batched(own_keys, own_values, _is_interleaved(attention))
+            for part in _batched(own_keys, own_values, _interleaved_size(attention))
         )
         cache.append((keys, values))
     return cache

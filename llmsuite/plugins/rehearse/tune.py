@@ -55,7 +55,7 @@ def run(args: Any, registry: Registry) -> int:
         return run_rank_of(plan, registry, "balanced", args.hardware)
     check_output(args.recipe, args.output)
     from llmsuite.planning.search import Fitting, candidates_of, device_words, plan_for_search, refine, search_all
-    from llmsuite.plugins.rehearse.show_tuned import Result, show_changes, show_results, show_ruled_out
+    from llmsuite.plugins.rehearse.show_tuned import Result, recommended, show_changes, show_results, show_ruled_out
 
     device = figures_of(args.hardware)
     given = [*device_words(args.devices), *args.overrides]
@@ -84,17 +84,20 @@ def run(args: Any, registry: Registry) -> int:
     results = sorted(
         (Result(found, after) for found, after in zip(best, rehearsed, strict=True)), key=lambda r: r.rank_key(limit)
     )
-    if not results[0].is_possible(limit):
-        for line in show_results(Result(own, own_rehearsed), results, limit, device):
+    as_it_is = Result(own, own_rehearsed)
+    chosen = recommended(as_it_is, results, limit)
+    if not chosen.is_possible(limit):
+        for line in show_results(as_it_is, results, limit, device):
             print(line, file=sys.stderr)
         print("recipe tune: no layout that was rehearsed runs; nothing is written", file=sys.stderr)
         return _NOTHING_FITS
-    text = tuned_text(args.recipe, words_of(results[0].found.strategy, given), registry)
+    words = given if chosen is as_it_is else words_of(chosen.found.strategy, given)
+    text = tuned_text(args.recipe, words, registry)
     output_tuned(text, args.output)
     stream = sys.stdout if args.output is not None else sys.stderr
-    for line in show_results(Result(own, own_rehearsed), results, limit, device):
+    for line in show_results(as_it_is, results, limit, device):
         print(line, file=stream)
-    for line in (*show_changes(own, results[0].found, candidates), *show_ruled_out(len(ranked), rejected)):
+    for line in (*show_changes(own, chosen.found, candidates), *show_ruled_out(len(ranked), rejected)):
         print(line, file=stream)
     return 0
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 from typing import Any
 
 from llmsuite.base.safe_files import exists
+from llmsuite.models.decoder_config import DenseConfig
 from llmsuite.plugins.suites.conversion.family import is_quantised, preset_of
 from llmsuite.plugins.suites.suite import Run
 
@@ -89,6 +91,7 @@ def target_modules(run: Run, key: str, every: tuple[str, ...], default: str | No
     if len(named) != 1 or named[0] not in every:
         if any(set(word) & set("^$()[]|\\") for word in named):
             run.refuse(key, given, "is a regular expression; nearest key: lora.target_modules, which has patterns")
+        named = _of_joined(run, key, named)
         return {"target_modules": named} if named else {}
     if run.has_experts:
         run.refuse(
@@ -96,7 +99,40 @@ def target_modules(run: Run, key: str, every: tuple[str, ...], default: str | No
         )
     if run.family.name == "gpt":
         run.refuse(key, given, "matches no matrices in GPT-2, whose layers are not linear layers there")
+    for matrix in sorted(set(_joined(run).values())):
+        run.refuse(key, given, f"includes {matrix}, {_ONE_THERE}")
     return {}
+
+
+_ONE_THERE = "one matrix with one adapter there; here its parts have an adapter each"
+
+
+def _joined(run: Run) -> dict[str, str]:
+    """Return the matrices that are parts of one matrix in HF, by the last part of their names, with that of its
+    name."""
+    config_cls = run.family.config_cls
+    if not issubclass(config_cls, DenseConfig):
+        return {}
+    counts = collections.Counter(config_cls.hf_parts.values())
+    parts = {part: name for part, name in config_cls.hf_parts.items() if counts[name] > 1}
+    return {part.rpartition(".")[2]: name.rpartition(".")[2] for part, name in parts.items()}
+
+
+def _of_joined(run: Run, key: str, named: list[str]) -> list[str]:
+    """Return named matrices without parts of a joined one, which PEFT does not find; refuse a joined one."""
+    joined = _joined(run)
+    for name in named:
+        if name.rpartition(".")[2] in joined.values():
+            run.refuse(key, name, f"is {_ONE_THERE}")
+    absent = [name for name in named if name.rpartition(".")[2] in joined]
+    if not absent:
+        return named
+    left = [name for name in named if name not in absent]
+    if not left:
+        run.refuse(key, ", ".join(absent), "names no matrix of the model there")
+    run.note(f"lora.target_modules: without {', '.join(absent)}, which are parts of one matrix of another name there: "
+             "PEFT does not find them")  # fmt: skip
+    return left
 
 
 def modules_to_save(run: Run, key: str) -> dict[str, Any]:

@@ -136,7 +136,8 @@ def _recipe(run: Run) -> dict[str, Any]:
         "launch": trainer.launch(run),
     }
     model.revision(run, recipe["model"], hub)
-    _add_positions(run, recipe)
+    if run.section != "gkd":  # it adds to data.max_length
+        _add_positions(run, recipe)
     _accumulate(run, recipe["launch"])
     recipe["train"] = trainer.train(run, recipe["launch"], parallel, defaults)
     evaluate(run, recipe)
@@ -144,6 +145,7 @@ def _recipe(run: Run) -> dict[str, Any]:
         recipe |= _rollouts(run, recipe, kind == "lora")
     elif run.section == "gkd":
         recipe |= swift_gkd.sections(run, recipe, hub)
+        _add_positions(run, recipe)
     elif own := own_section(run):
         recipe[run.section] = own
     if kind == "lora":

@@ -48,6 +48,10 @@ def sections(run: Run, recipe: dict[str, Any], hub: str) -> dict[str, Any]:
     if _END_OF_TURN not in data.get("chat_template", ""):
         why = "samples answers, whose last tokens depend on the template; known is that of Qwen2.5 and Qwen2"
         run.refuse("lmbda", share, f"{why}; nearest key: gkd.on_policy")
+    if "last_turn" not in own:
+        run.refuse(
+            "loss_scale", "default", "supervises all answers of a conversation; with sampled ones, only these are"
+        )
     own["answer_end"] = f"{_END_OF_TURN}\n"
     rollout: dict[str, Any] = {
         "num_generations": 1,

@@ -77,6 +77,20 @@ engine: {"recompute": "full"}
     )
 
 
+def test_comments_of_what_follows_stay() -> None:
+    text = "a:\n  b:\n    c: 1\n# about p\np:\n  q: 2\n\n# about r\nr: 3\n"
+    assert edited(text, "a.yaml", {("a", "d"): 4}) == text.replace("# about p", "  d: 4\n# about p")
+    assert edited(text, "a.yaml", {("p", "q"): REMOVE}) == text.replace("p:\n  q: 2\n", "")
+    text = '{\n  "a": 1, // about a\n  "b": 2\n}\n'
+    assert edited(text, "a.jsonc", {("b",): REMOVE}) == '{\n  "a": 1 // about a\n}\n'
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.yaml", "a: 1\np:\n"), ("a.json", '{"a": 1, "p": null}')])
+def test_a_section_that_is_null_is_filled(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(edited(text, name, {("p", "q"): 2}))
+    assert read_document(tmp_path / name).value == {"a": 1, "p": {"q": 2}}
+
+
 def applied(tree: dict[str, Any], changes: dict[Key, Any]) -> dict[str, Any]:
     """The changes, on the values."""
     tree = copy.deepcopy(tree)

@@ -13,8 +13,11 @@ _TOKENS = (
     (r"qwen-?(1\.5|2|2\.5|3)-", "<|endoftext|>"),
     (r"llama-?3[^/]*instruct", "<|eot_id|>"),
     (r"llama-?3", "<|end_of_text|>"),
-    (r"smollm2?-[^/]*instruct", "<|im_end|>"),
+    (r"smollm-?3-[^/]*base", "<|end_of_text|>"),
+    (r"smollm2?-[^/]*instruct|smollm-?3", "<|im_end|>"),
     (r"smollm", "<|endoftext|>"),
+    (r"gemma", "<eos>"),
+    (r"glm-(4|z1)-", "<|endoftext|>"),
     (r"codellama|llama-?2|tinyllama|open_llama|mistral|mixtral", "</s>"),
 )
 """Patterns of names in lower case; the first match counts."""
@@ -27,4 +30,4 @@ def end_of_sequence(model: str) -> str | None:
 
 def is_base(model: str) -> bool:
     """Return True for a model whose tokenizer is known to have an end-of-sequence token that ends texts, not turns."""
-    return end_of_sequence(model) in ("<|endoftext|>", "<|end_of_text|>")
+    return end_of_sequence(model) in ("<|endoftext|>", "<|end_of_text|>", "<eos>")

@@ -31,6 +31,7 @@ _MODEL_TYPES = (
     (r"gemma-?3-(270m|1b)\b", "gemma3_text"),
     (r"gemma-?(3|4)", "gemma3 or newer, for images"),
     (r"gemma", "gemma"),
+    (r"granite-?3[^/]*-a\d+m", "granitemoe"),
     (r"granite-?3", "granite"),
     (r"granite", "granitemoehybrid"),
     (r"olmo-?2\b", "olmo2"),
@@ -56,7 +57,7 @@ _MODEL_TYPES = (
 
 _QUANTISED = re.compile(r"-(gptq(-int[48])?|awq)(?=/?$)", re.IGNORECASE)
 """End of the name of a published model whose matrices are stored in codes that are read here."""
-_SUFFIXES = re.compile(r"^meta-|-(instruct|thinking|chat|hf|base|en|bf16|fp16)\b", re.IGNORECASE)
+_SUFFIXES = re.compile(r"^meta-|-(instruct|thinking|chat|it|pt|hf|base|en|bf16|fp16)\b", re.IGNORECASE)
 
 
 def is_quantised(model: str) -> bool:

@@ -12,7 +12,7 @@ from llmsuite.cli.main import main
 from llmsuite.contract.registry import load_plugins
 from llmsuite.planning.cost import HARDWARE
 from llmsuite.planning.search import Candidates, Fitting, Strategy, candidates_of, plan_for_search, refine, search_all
-from llmsuite.plugins.rehearse.show_tuned import Rehearsed, Result, model_flops, show_changes, show_results
+from llmsuite.plugins.rehearse.show_tuned import Rehearsed, Result, model_flops, recommended, show_changes, show_results
 from llmsuite.plugins.rehearse.tune import different, words_of
 from llmsuite.recipe.document import read_document
 from llmsuite.recipe.resolve import plan_run
@@ -171,6 +171,10 @@ def test_results_are_shown_side_by_side() -> None:
         assert part in text
     assert sorted(results, key=lambda r: r.rank_key(50 * GIB)) == results
     assert not Result(best, faster).is_possible(39 * GIB)
+    assert recommended(Result(own, slower), results, 50 * GIB) is results[0]
+    fastest = Result(own, Rehearsed(0.25, 8000.0, 0.8, 45 * GIB))
+    assert recommended(fastest, results, 50 * GIB) is fastest
+    assert recommended(fastest, results, 42 * GIB) is results[0]  # it does not fit
     text = "\n".join(show_changes(own, best, given))
     assert "pipeline  2     1" in text
     assert "slower" in text or "faster" in text or "as fast" in text

@@ -247,6 +247,23 @@ def test_adapters_become_the_section_lora(converted: Converted) -> None:
     assert lora(load_in_4bit=True)["base_double_quant"] is True  # as in its own default
 
 
+def test_adapters_are_on_the_matrices_that_peft_finds(converted: Converted) -> None:
+    """GLM-4 has gate and up in one matrix there."""
+    glm = {**BARE, **TEXTS, "base_model": "THUDM/GLM-4-9B-0414", "lora_target_linear": None}
+    glm["lora_target_modules"] = ["gate_proj", "up_proj", "down_proj", "q_proj"]
+    found = converted(ACTION, glm)
+    assert found.recipe["lora"]["target_modules"] == ["down_proj", "q_proj"]
+    assert any("without gate_proj, up_proj" in note for note in found.notes)
+    for named in (["gate_up_proj"], ["up_proj"], ["all-linear"]):
+        with pytest.raises(UserError, match="lora_target_modules"):
+            converted(ACTION, {**glm, "lora_target_modules": named})
+
+
+def test_the_template_of_a_gemma_ends_answers_with_another_token(converted: Converted) -> None:
+    with pytest.raises(UserError, match="another token than the end-of-sequence token of google/gemma-2-2b-it"):
+        converted(ACTION, {**BARE, "base_model": "google/gemma-2-2b-it"})
+
+
 @pytest.mark.parametrize("optimizer", ["adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"])
 def test_adamw_of_bitsandbytes_with_states_in_8_bits(optimizer: str, converted: Converted) -> None:
     found = converted("from-axolotl", {**BARE, "optimizer": optimizer, "weight_decay": 0.1})

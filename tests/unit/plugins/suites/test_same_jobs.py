@@ -42,7 +42,7 @@ def test_files_that_do_not_train_are_apart(tmp_path: Path) -> None:
 def test_all_reasons_of_a_file(registry: Registry, tmp_path: Path) -> None:
     """Those of arguments, and the error that ends the conversion."""
     file = tmp_path / "job.yaml"
-    values = {"base_model": "google/gemma-2-2b", "lora_model_dir": "a", "lisa_n_layers": 4}
+    values = {"base_model": "google/gemma-2b", "lora_model_dir": "a", "lisa_n_layers": 4}
     file.write_text(json.dumps(values), encoding="utf-8")
     found = outcome("from-axolotl", file, registry, tmp_path / "recipe.json")
     assert [key for key, _ in found.reasons] == ["lora_model_dir", "lisa_n_layers", ""]

@@ -76,6 +76,17 @@ def test_one_row_in_a_micro_batch_may_be_grouped_by_length(converted: Converted)
     assert found.recipe["gkd"]["mean"] == "micro_batches"
 
 
+def test_adapters_have_their_dropout_where_nothing_is_sampled(converted: Converted) -> None:
+    found = converted(ACTION, {**GKD, "tuner_type": "lora", "lmbda": 0})
+    assert found.recipe["lora"]["dropout"] == 0.05
+
+
+def test_the_model_has_positions_for_its_answers(converted: Converted) -> None:
+    found = converted(ACTION, {**GKD, "max_length": 32768, "max_completion_length": 1024})
+    assert found.recipe["data"]["max_length"] == 32768 + 1024 + 2
+    assert found.recipe["model"]["config"] == {"max_position_embeddings": 32768 + 1024 + 2}
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -89,7 +100,8 @@ def test_one_row_in_a_micro_batch_may_be_grouped_by_length(converted: Converted)
         ({"steps_per_generation": 2}, "steps_per_generation = 2: each step samples answers of its own"),
         ({"multi_turn_scheduler": "math_tip_trick"}, "multi_turn_scheduler = math_tip_trick"),
         ({"external_plugins": "plugin.py"}, "external_plugins = plugin.py"),
-        ({"loss_scale": "default"}, "lmbda = 0.5: samples answers, whose last tokens depend on the template"),
+        ({"loss_scale": "default"}, "loss_scale = default: supervises all answers of a conversation"),
+        ({"model": "Qwen/Qwen3-8B-Base"}, "lmbda = 0.5: samples answers, whose last tokens depend on the template"),
         ({"tuner_type": "lora"}, "lora_dropout = 0.05"),
         ({"use_vllm": True, "vllm_max_model_len": 2048}, "vllm_max_model_len = 2048"),
     ],
