@@ -8,7 +8,6 @@ from typing import Any
 
 from llmsuite.contract.specs import ModelFamily
 from llmsuite.models.decoder_config import DenseConfig
-from llmsuite.models.dense_names import GGUF_NAMES, NAMES
 from llmsuite.models.dense_plan import PLAN
 
 
@@ -36,6 +35,9 @@ def dense_family(
         gguf_architectures: as `ModelFamily.gguf_architectures`; only for families that llama.cpp has with the names of
             `llmsuite.models.gguf_names`.
     """
+    names = "NAMES"
+    if gguf_architectures:
+        names = "GGUF_NAMES"
     return ModelFamily(
         name=name,
         help=help,
@@ -44,7 +46,7 @@ def dense_family(
         smoke=smoke,
         smoke_keeps=smoke_keeps,
         factory=lambda: pkgutil.resolve_name(config_cls.network),
-        names=lambda: GGUF_NAMES if gguf_architectures else NAMES,
+        names=lambda: pkgutil.resolve_name(f"llmsuite.models.dense_names:{names}"),
         shard_plan=PLAN,
         shape_spec=config_cls.shape_spec,
         hf_model_types=hf_model_types,

@@ -19,16 +19,8 @@ from llmsuite.planning.communication import PIPELINE
 from llmsuite.planning.estimate import Estimate, estimate
 from llmsuite.recipe.resolve import plan_run
 from tests.multi.conftest import Runner
+from tests.support.rehearsed import MODEL, RECIPE, WORDS
 from tests.tools.faults import MARK, marked
-
-RECIPE = "recipes/llama/pretrain.json"
-MODEL = {
-    "family": "llama",
-    "preset": "llama-3.1-8b",
-    "tokenizer": "data/tokenizer",
-    "config": {"num_hidden_layers": 4},
-}
-WORDS = [f"--model={json.dumps(MODEL)}", "--train.global_batch_size=8", "--pretrain.split=700,299,1"]
 
 
 def mesh(num_devices: int, engine: Mapping[str, Any] | None = None, **parallel: Any) -> list[str]:

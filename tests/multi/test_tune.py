@@ -7,7 +7,7 @@ import json
 from llmsuite.contract.registry import load_plugins
 from llmsuite.recipe.resolve import plan_run
 from tests.multi.conftest import Runner
-from tests.multi.test_rehearse import RECIPE, WORDS
+from tests.support.rehearsed import RECIPE, WORDS
 
 
 def test_the_fastest_layout_is_rehearsed_and_written(runner: Runner) -> None:

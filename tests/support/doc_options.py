@@ -21,7 +21,10 @@ def options_of(registry: Registry) -> dict[str, set[str]]:
     """Of each command its options, and keys of a recipe where it takes them."""
     reference = (ROOT / "docs" / "reference" / "keys.md").read_text("utf-8")
     keys = {"--parallel", *(f"--{key}" for key in re.findall(r"^\| `([\w.]+)` \|", reference, re.MULTILINE))}
-    return {
+    found = {
         name: _options(c) | {"--plugin"} | (keys if c.takes_overrides else set())
         for name, c in registry.commands.items()
     }
+    for further in registry.recipe_commands.values():
+        found["recipe"] |= _options(further)
+    return found

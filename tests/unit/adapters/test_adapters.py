@@ -225,7 +225,10 @@ def test_names_and_shapes_are_those_of_peft(made: Any) -> None:
     assert config["fan_in_fan_out"] == (family == "gpt")
     hidden = model.config.hidden_size
     if family != "gpt":
-        assert (config["rank_pattern"], config["alpha_pattern"]) == ({}, {})
+        joined = {pattern.rpartition(".")[2] for pattern in config["rank_pattern"]}
+        assert joined == ({"gate_up_proj"} if family == "glm" else set()), "adapters of both parts"
+        assert set(config["rank_pattern"].values()) <= {2 * RANK}
+        assert config["rank_pattern"].keys() == config["alpha_pattern"].keys()
         name = {"deepseek": "self_attn.o_proj", "ernie_moe": "mlp.experts.0.up_proj"}.get(family, "self_attn.q_proj")
         layer = 1 if family == "ernie_moe" else 0
         first = tensors[f"base_model.model.model.layers.{layer}.{name}.lora_A.weight"]

@@ -40,7 +40,7 @@ from llmsuite.recipe.resolve import plan_run
 from tests.support.adapter_models import IDS, base_of
 from tests.support.families import FAMILIES, tiny
 from tests.support.paths import REFERENCE, ROOT
-from tests.support.prefixes import LIMIT, TOKENS, WITH_HEADS, fill, near
+from tests.support.prefixes import FULL_ATTENTION, LIMIT, TOKENS, WITH_HEADS, fill, near
 
 PEFT = REFERENCE / "peft" / "prefix"
 CASES = sorted(path.name for path in PEFT.iterdir())
@@ -48,7 +48,7 @@ CASES = sorted(path.name for path in PEFT.iterdir())
 
 def prefixed(family: str, tokens: int = TOKENS) -> Any:
     """A tiny model for training, with random prefixes."""
-    model = tiny(family)
+    model = tiny(family, **FULL_ATTENTION.get(family, {}))
     add_prefixes(model, tokens)
     fill(model)
     model.eval()

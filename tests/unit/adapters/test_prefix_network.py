@@ -29,7 +29,7 @@ from llmsuite.recipe.resolve import plan_run
 from tests.support.adapter_models import IDS
 from tests.support.families import FAMILIES, tiny
 from tests.support.paths import ROOT
-from tests.support.prefixes import TOKENS, WITH_HEADS, fill, near
+from tests.support.prefixes import FULL_ATTENTION, TOKENS, WITH_HEADS, fill, near
 
 WIDTH = 5
 GRADIENT_LIMIT = 1e-5
@@ -38,7 +38,7 @@ GRADIENT_LIMIT = 1e-5
 
 def networked(family: str = "llama") -> Any:
     """A tiny model for training, whose prefixes a random network makes."""
-    model = tiny(family)
+    model = tiny(family, **FULL_ATTENTION.get(family, {}))
     add_prefixes(model, TOKENS, WIDTH)
     fill(model)
     return model
@@ -46,7 +46,7 @@ def networked(family: str = "llama") -> Any:
 
 def plain_of(model: Any, family: str) -> Any:
     """A copy of the model whose prefixes are the outputs of the network."""
-    other = tiny(family)
+    other = tiny(family, **FULL_ATTENTION.get(family, {}))
     add_prefixes(other, TOKENS)
     values = {name: p.numpy() for name, p in model.named_parameters()}
     values |= compute_prefixes({name: value for name, value in values.items() if is_factor(name)})

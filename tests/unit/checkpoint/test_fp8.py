@@ -162,7 +162,7 @@ def test_a_family_or_layout_without_fp8_is_refused(tmp_path: Path, capsys: pytes
         ({"fmt": "e5m2"}, "quantization_config.fmt is 'e5m2'"),
         ({"weight_block_size": None}, r"weight_block_size is None; .* such as \[128, 128\]"),
         ({"weight_block_size": [24, 16]}, r"scale_inv' is \[.*\]; a matrix of \[.*\] in blocks of 24 x 16 has"),
-        ({"quant_method": "awq"}, "does not know quantization_config"),
+        ({"quant_method": "eetq"}, "does not know quantization_config"),
         (None, "is in FP8, and config.json has no quantization_config of it"),
     ],
 )

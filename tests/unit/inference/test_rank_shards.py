@@ -87,6 +87,10 @@ class _Alone(Mesh):
 def test_parts_make_the_logits_of_the_whole(
     source: ModelDirectory, degrees: Degrees, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if source.family.name == "olmo" and degrees.tp > 1:
+        with pytest.raises(UserError, match="norms all heads of queries, and of keys, together"):
+            _joined(source, degrees, monkeypatch)
+        return
     expected = _passes(ModelDecoder(load_model(source, CpuBackend())))
     for found in _joined(source, degrees, monkeypatch):
         for logits, full in zip(found, expected, strict=True):

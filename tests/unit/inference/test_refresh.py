@@ -21,6 +21,7 @@ from llmsuite.inference.sampling import log_softmax, sample_by_uniform
 from llmsuite.models.blocks import Attention, GatedMLP
 from llmsuite.models.deepseek.attention import latent_attention
 from llmsuite.models.deepseek.layers import Attention as LatentAttention
+from llmsuite.models.dense import DenseAttention
 from llmsuite.models.linear_ops import LinearOps, use_linear_ops
 from tests.support.families import CASES, FAMILIES, load, reference
 from tests.support.paths import REFERENCE
@@ -61,7 +62,7 @@ def test_what_draws_for_a_model_in_bf16_computes_as_that_does(case: str) -> None
             module.rounds_activations = ops.matmuls.rounds_outputs
         if isinstance(module, Attention) and ops.matmuls.rounds_attention:
             module.rotary = ops.rotary
-            module.rounds_activations = module.q_norm is None
+            module.rounds_activations = module.q_norm is None and not isinstance(module, DenseAttention)
     if ops.matmuls.rounds_attention_inputs:
         rounded = functools.partial(rounded_grouped_attention, ops.matmuls.round_attention_input)
         for module in trained.sublayers():

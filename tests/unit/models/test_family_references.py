@@ -273,7 +273,7 @@ def test_a_mistral_without_the_key_has_the_window_of_its_default() -> None:
 def test_a_config_json_that_asks_for_more_is_refused(case: str, tmp_path: Path) -> None:
     for key, value, message in (
         ("attention_sinks", 4, r"does not know attention_sinks; they may change"),
-        ("quantization_config", {"quant_method": "awq"}, "does not know quantization_config"),
+        ("quantization_config", {"quant_method": "eetq"}, "does not know quantization_config"),
     ):
         (tmp_path / "config.json").write_text(json.dumps({**read_config(case), key: value}))
         shutil.copy(REFERENCE / case / "model.safetensors", tmp_path)

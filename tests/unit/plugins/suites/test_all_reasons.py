@@ -128,7 +128,7 @@ def test_reasons_have_the_keys_of_the_file(
 
 def test_the_command_reports_all_reasons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "lora.yml"
-    lines = ["base_model: Qwen/Qwen2.5-0.5B", "train_on_inputs: true", "datasets: [{path: a, type: oasst}]",
+    lines = ["base_model: Qwen/Qwen2.5-0.5B-Instruct", "train_on_inputs: true", "datasets: [{path: a, type: oasst}]",
              "optimizer: lion_8bit", "warmup_steps: 1"]  # fmt: skip
     path.write_text("\n".join(lines))
     assert main(["recipe", "from-axolotl", str(path), "--leave_out", "train_on_inputs,optimiser"]) == 2

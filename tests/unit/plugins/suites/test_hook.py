@@ -70,7 +70,7 @@ def test_actions_that_do_not_exist(file: str, capsys: pytest.CaptureFixture[str]
     assert main(["recipe", "from-tlr", file]) == 2
     assert "recipe from-tlr: no suite is called 'tlr'; did you mean 'trl'?" in capsys.readouterr().err
     assert main(["recipe", "trl", file]) == 2
-    assert capsys.readouterr().err.startswith("recipe: ACTION: expected one of new, from-paddlenlp, ")
+    assert capsys.readouterr().err.startswith("recipe: ACTION: expected one of new, tune, from-paddlenlp, ")
     assert main(["--no-plugins", "recipe", "from-trl", file]) == 2
     assert capsys.readouterr().err == (
         "recipe from-trl: suite 'trl' is in the plugin suites, which --no-plugins leaves out\n"
