@@ -42,6 +42,9 @@ def tuned_text(recipe: str, words: Sequence[str], registry: Registry) -> str:
         recipe: its file.
         words: overrides, valid with this recipe.
         registry: registered stages and model families.
+
+    Raises:
+        UserError: the text cannot have them without other changes.
     """
     loaded = load(recipe, words, registry)
     before = dict(_leaves(read_document(recipe).value))
@@ -58,7 +61,11 @@ def tuned_text(recipe: str, words: Sequence[str], registry: Registry) -> str:
     with scratch_directory("llmsuite-tune-") as scratch:
         path = scratch / f"recipe{Path(recipe).suffix}"
         path.write_text(text, encoding="utf-8")
-        assert as_plain(load(path, [], registry).recipe) == as_plain(loaded.recipe), "the text has other values"
+        if as_plain(load(path, [], registry).recipe) != as_plain(loaded.recipe):
+            raise UserError(
+                f"{recipe}: these keys cannot be written into its text without changing others; write the recipe as "
+                "JSON, with one key a line, and tune that"
+            )
     return text
 
 

@@ -171,4 +171,8 @@ def bits(run: Run, four: bool, eight: tuple[str, Any], kind: tuple[str, str], do
         run.refuse(*kind, "lora.base_dtype has nf4, fp4 and int8")
     if eight[1]:
         run.refuse(*eight, "is given with 4 bits")
+    joined = sorted(set(_joined(run).values()))
+    if doubled and joined:
+        run.refuse(*kind, f"with double quantisation the scales of {', '.join(joined)} have one mean there; "
+                          "lora.base_double_quant subtracts one from each of its parts")  # fmt: skip
     return {"base_dtype": kind[1], **({"base_double_quant": True} if doubled else {})}

@@ -257,6 +257,8 @@ def test_adapters_are_on_the_matrices_that_peft_finds(converted: Converted) -> N
     for named in (["gate_up_proj"], ["up_proj"], ["all-linear"]):
         with pytest.raises(UserError, match="lora_target_modules"):
             converted(ACTION, {**glm, "lora_target_modules": named})
+    with pytest.raises(UserError, match="with double quantisation the scales of gate_up_proj have one mean there"):
+        converted(ACTION, {**glm, "load_in_4bit": True})
 
 
 def test_the_template_of_a_gemma_ends_answers_with_another_token(converted: Converted) -> None:
