@@ -32,7 +32,7 @@ class RolloutSection(Section):
     top_p: Fraction = 1.0
     """Sample only from the most likely tokens that together reach this probability; the loss as with top_k."""
     stop: list[str] = dataclasses.field(default_factory=list)
-    """Texts of more tokens that end a completion, next to the end-of-sequence tokens of the tokenizer and of the
+    """Further tokens, as texts, that end a completion, next to the end-of-sequence tokens of the tokenizer and of the
     model's generation_config.json, such as ["<|im_end|>"] for a base model with the chat template of another."""
     batch_size: PositiveInt = 128
     """Completions that a rank samples in one batch. It changes memory and speed, not the completions."""
