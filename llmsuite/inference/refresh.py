@@ -21,6 +21,7 @@ from llmsuite.inference.fusible import attentions, is_gated_mlp
 from llmsuite.inference.packed_layers import PackedLinear, PackedTiedHead
 from llmsuite.models.blocks import Attention, GatedMLP, TiedHead, halves_first
 from llmsuite.models.deepseek.layers import Attention as LatentAttention
+from llmsuite.models.exact import is_exactly
 from llmsuite.models.linear_ops import LinearOps, use_linear_ops
 
 
@@ -73,6 +74,10 @@ class RefreshableModel:
             assert live is not None
             model.tied_head = TiedHead()  # `fuse` has set one with Paddle's matmul
             use_linear_ops(model, LinearOps(live))
+            for module in model.sublayers():
+                # not fused, as in a model with other attention in other layers
+                if is_exactly(module, Attention) and module.q_proj is not None:
+                    module.rounds_activations = live.matmuls.rounds_attention and module.q_norm is None
         self.model = model
         self._latent = [module for module in model.sublayers() if isinstance(module, LatentAttention)]
         self._slots: dict[str, list[_WeightSlot]] = {}
