@@ -261,6 +261,7 @@ def llmsuite_register_models() -> list[ModelFamily]:
         _family("qwen_moe", "QwenMoe", "Qwen2-MoE, Qwen3-MoE", ("qwen2_moe", "qwen3_moe")),
         _dense("ernie", "Ernie", "ERNIE-4.5 without experts", ("ernie4_5",)),
         _dense("gemma", "Gemma", "Gemma 2 and 3 for text", ("gemma2", "gemma3_text")),
+        _dense("phi", "Phi", "Phi-3, Phi-3.5, Phi-4", ("phi3",)),
         _dense("granite", "Granite", "Granite 3.x without experts", ("granite",)),
         _dense("smollm3", "SmolLM3", "SmolLM3", ("smollm3",)),
         _dense("olmo", "Olmo", "OLMo 2", ("olmo2",)),

@@ -33,6 +33,7 @@ from llmsuite.checkpoint.tensors import TensorFiles, TensorSpec
 from llmsuite.contract.specs import ModelFamily
 from llmsuite.models.adapter_method import AdapterConfig
 from llmsuite.models.head import EMBEDDING, OUTPUT, is_tied
+from llmsuite.models.hf_tensors import HfTensors
 
 UNSUPPORTED_KEYS = (
     *("lora_use_mixer", "use_mora", "do_qat", "pissa", "loraga", "loftq_config", "megatron_config"),
@@ -73,13 +74,21 @@ class FactorPair:
 
     module: str
     """Name of the matrix in the layout."""
-    members: list[tuple[str, int]]
-    """Our names of the matrices in it, and the number of the part of its outputs that each is."""
-    num_parts: int
+    members: list[tuple[str, HfTensors]]
+    """Our names of the matrices in it, and the place of each."""
     index: int | None = None
     """Index of the matrix in a stack; None for others."""
     is_embedding: bool = False
     """True for the embedding, whose factors have other names in PEFT."""
+
+    @property
+    def num_parts(self) -> int:
+        """Number of our matrices that the stored one joins, with or without adapters."""
+        return self.members[0][1].num_parts
+
+    def num_outputs(self, alone: int) -> int:
+        """Number of outputs of the stored matrix; `alone` is that of a matrix that is joined with no other."""
+        return sum(self.members[0][1].sizes) or alone
 
 
 def factor_pairs(adapters: Adapters, family: ModelFamily, config: Any, layout: Layout) -> dict[str, list[FactorPair]]:
@@ -100,8 +109,8 @@ def factor_pairs(adapters: Adapters, family: ModelFamily, config: Any, layout: L
             theirs = name.removesuffix(".weight")
             if layout == "paddlenlp":
                 theirs = re.sub(r"^model\.", str(prefix), theirs)
-            pair = FactorPair(theirs, [], place.num_parts, index if place.stacked else None, module == embedding)
-            found.setdefault(theirs, pair).members.append((module, place.part))
+            pair = FactorPair(theirs, [], index if place.stacked else None, module == embedding)
+            found.setdefault(theirs, pair).members.append((module, place))
     pairs: dict[str, list[FactorPair]] = {}
     for pair in found.values():
         for module, _ in pair.members:
@@ -272,14 +281,14 @@ class SavedAdapters:
         stored = factor_name(pair, factor, self._layout)
         shape = self._files.spec(stored).shape
         num_rows, num_columns = shape[::-1] if self._layout == "hf" else shape
-        number, part = next((i, part) for i, (ours, part) in enumerate(pair.members) if ours == module)
+        number, joined = next((i, joined) for i, (ours, joined) in enumerate(pair.members) if ours == module)
         if factor == FIRST_FACTOR:
             first = [0, number * self._rank]
             size = [num_rows, self._rank]
         else:
-            num_columns //= pair.num_parts
-            first = [number * self._rank, part * num_columns]
-            size = [self._rank, num_columns]
+            start, stop, _ = joined.columns.indices(num_columns)
+            first = [number * self._rank, start]
+            size = [self._rank, stop - start]
         bounds = [s.indices(n)[:2] for s, n in zip(index or [slice(None)] * 2, size)]
         return stored, [slice(start + low, start + high) for start, (low, high) in zip(first, bounds)]
 

@@ -152,14 +152,14 @@ class _FactorTensors:
     def _factor_spec(self, pair: FactorPair, factor: str) -> TensorSpec:
         first = self._by_name[f"{pair.members[0][0]}.{factor}"]
         if factor == MAGNITUDE:
-            size = first.shape[-1] * pair.num_parts
+            size = pair.num_outputs(first.shape[-1])
             return TensorSpec(factor_name(pair, factor, self._layout), (size,), first.dtype)
         num_rows, num_columns = first.shape[-2:]
         if factor == FIRST_FACTOR:
             num_columns *= len(pair.members)
         else:
             num_rows = num_rows * len(pair.members)
-            num_columns = num_columns * pair.num_parts
+            num_columns = pair.num_outputs(num_columns)
         shape = (num_columns, num_rows) if self._layout == "hf" else (num_rows, num_columns)
         return TensorSpec(factor_name(pair, factor, self._layout), shape, first.dtype)
 
@@ -173,7 +173,7 @@ class _FactorTensors:
         if pair.index is not None:
             parts = [part[pair.index] for part in parts]
         if factor == MAGNITUDE:
-            by_part = {part: value for (_, part), value in zip(pair.members, parts)}
+            by_part = {place.part: value for (_, place), value in zip(pair.members, parts)}
             return np.concatenate([by_part[part] for part in sorted(by_part)])
         value = np.concatenate(parts, 1) if factor == FIRST_FACTOR else _on_diagonal(parts, pair)
         return value.T if self._layout == "hf" else value
@@ -223,9 +223,9 @@ class _OwnTensors:
 
 def _on_diagonal(parts: Sequence[np.ndarray], pair: FactorPair) -> np.ndarray:
     rank, num_outputs = parts[0].shape
-    value = np.zeros([len(parts) * rank, pair.num_parts * num_outputs], parts[0].dtype)
-    for number, (block, (_, part)) in enumerate(zip(parts, pair.members)):
-        value[number * rank : (number + 1) * rank, part * num_outputs : (part + 1) * num_outputs] = block
+    value = np.zeros([len(parts) * rank, pair.num_outputs(num_outputs)], parts[0].dtype)
+    for number, (block, (_, place)) in enumerate(zip(parts, pair.members)):
+        value[number * rank : (number + 1) * rank, place.columns] = block
     return value
 
 

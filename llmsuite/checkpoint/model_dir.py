@@ -123,7 +123,8 @@ class ModelDirectory:
             *shape, size = self.spec(name).shape
             *outer, last = index or [*map(slice, shape), slice(size)]
             start, stop, _ = last.indices(size)
-            index = [*outer, slice(place.part * size + start, place.part * size + stop)]
+            before = place.columns.start
+            index = [*outer, slice(before + start, before + stop)]
         return self._read(place.names[0], index, transposed)
 
     def _read_stack(self, names: Sequence[str], index: Sequence[slice] | None, transposed: bool) -> np.ndarray:
@@ -186,11 +187,10 @@ class ModelDirectory:
         if place.stacked:
             shape = (len(place.names), *shape)
         elif place.num_parts > 1:
-            if not shape or shape[-1] % place.num_parts:
-                raise UserError(
-                    f"{self.path}: {stored.name!r} is {list(stored.shape)}, not {place.num_parts} equal parts"
-                )
-            shape = (*shape[:-1], shape[-1] // place.num_parts)
+            if not shape or shape[-1] != sum(place.sizes):
+                sizes = " + ".join(map(str, place.sizes))
+                raise UserError(f"{self.path}: {stored.name!r} is {list(stored.shape)}, not of {sizes} outputs")
+            shape = (*shape[:-1], place.sizes[place.part])
         return TensorSpec(name, shape, stored.dtype)
 
     def spec_to_write(self, name: str) -> TensorSpec:

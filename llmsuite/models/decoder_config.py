@@ -229,7 +229,7 @@ class DenseConfig(GroupedQueryConfig):
     """Values of keys that config.json omits, by `model_type`, where they are not the defaults of the fields."""
     hf_parts: ClassVar[Mapping[str, str]] = {}
     """Modules of a layer that have another name in HF's files than here, by our name. Several modules with one name are
-    equal parts of one matrix there, in this order."""
+    joined in one matrix there, in this order."""
 
     @classmethod
     def from_hf(cls, data: Mapping[str, Any]) -> Self:

@@ -18,7 +18,7 @@ from llmsuite.models.hf_tensors import HfTensors
 from llmsuite.models.shape_spec import GatedMLP, GroupedQuery, LayerSpec
 
 _IGNORED = re.compile(r".*rotary_emb\.inv_freq")
-_LAYER = re.compile(r"(model\.layers\.\d+)\.(.+)\.(weight|bias)")
+_LAYER = re.compile(r"(?P<layer>model\.layers\.(?P<number>\d+))\.(?P<module>.+)\.(?P<kind>weight|bias)")
 
 
 class DenseNames:
@@ -40,11 +40,16 @@ class DenseNames:
     def hf_tensors(self, name: str, config: DenseConfig) -> HfTensors:
         """The tensor of an HF model that holds a parameter, or the part of one."""
         match = _LAYER.fullmatch(name)
-        theirs = config.hf_parts.get(match[2]) if match else None
+        theirs = config.hf_parts.get(match["module"]) if match else None
         if match is None or theirs is None:
             return HfTensors((name,))
-        sharing = [part for part, other in config.hf_parts.items() if other == theirs]
-        return HfTensors((f"{match[1]}.{theirs}.{match[3]}",), part=sharing.index(match[2]), num_parts=len(sharing))
+        tensor = (f"{match['layer']}.{theirs}.{match['kind']}",)
+        joined = [module for module, other in config.hf_parts.items() if other == theirs]
+        if len(joined) == 1:
+            return HfTensors(tensor)
+        shapes = _layer_shapes(config, config.shape_spec().layers[int(match["number"])])
+        sizes = tuple(shapes[f"{module}.{match['kind']}"][-1] for module in joined)
+        return HfTensors(tensor, part=joined.index(match["module"]), sizes=sizes)
 
     def from_hf(self, name: str, config: DenseConfig) -> str | None:
         """The full name of a tensor in an HF file; None for one that is computed, not trained."""

@@ -14,7 +14,22 @@ class HfTensors:
     """The tensor; or, with `stacked`, one for each index of the parameter's first dim."""
     stacked: bool = False
     part: int = 0
-    """Index of the parameter among the `num_parts` equal parts of the tensor along its last dim."""
-    num_parts: int = 1
+    """Index of the parameter among those that are joined in the tensor."""
+    sizes: tuple[int, ...] = ()
+    """Sizes of the parameters that are joined in the tensor along its last dim, in their order; empty for a tensor that
+    is one parameter."""
     copies: tuple[str, ...] = ()
     """Tensors that are written with the same values, and not read."""
+
+    @property
+    def num_parts(self) -> int:
+        """Number of parameters in the tensor."""
+        return max(1, len(self.sizes))
+
+    @property
+    def columns(self) -> slice:
+        """The place of the parameter along the last dim of the tensor: all of it, where it is alone there."""
+        if not self.sizes:
+            return slice(None)
+        start = sum(self.sizes[: self.part])
+        return slice(start, start + self.sizes[self.part])

@@ -21,6 +21,15 @@ _YARN_KEYS = {
     "mscale_all_dim",
     "attention_factor",
 }
+_LONGROPE_KEYS = {
+    "rope_type",
+    "type",
+    "short_factor",
+    "long_factor",
+    "factor",
+    "attention_factor",
+    "original_max_position_embeddings",
+}
 
 
 def read_hf(data: Mapping[str, Any], default_theta: float) -> tuple[float, dict[str, Any] | None]:
@@ -55,6 +64,8 @@ def frequencies(
         raise UserError(f"rope_type {kind!r} is not supported; use {', '.join(kinds[:-1])} or {kinds[-1]}")
     if kind == "default":
         return plain
+    if kind == "longrope":
+        return _longrope(plain, scaling)
     factor = _number(scaling, "factor")
     if kind == "linear":
         return [f / factor for f in plain]
@@ -99,17 +110,32 @@ def _yarn(plain: list[float], factor: float, theta: float, scaling: Mapping[str,
     return [f / factor * s + f * (1 - s) for f, s in zip(plain, stretch)]
 
 
+def _longrope(plain: list[float], scaling: Mapping[str, Any]) -> list[float]:
+    """LongRoPE (Ding et al. 2024, arXiv 2402.13753) in the original context: pair i is divided by `short_factor[i]`."""
+    if unknown := sorted(set(scaling) - _LONGROPE_KEYS):
+        raise UserError(f"has {', '.join(unknown)}, which longrope scaling does not know here")
+    for key in ("short_factor", "long_factor"):
+        factors = scaling.get(key)
+        if not isinstance(factors, Sequence) or len(factors) != len(plain) or not all(map(ABOVE_ZERO.fits, factors)):
+            raise UserError(f"{key} is {reprlib.repr(factors)}; {len(plain)} numbers above 0 are needed")
+    return [f / factor for f, factor in zip(plain, scaling["short_factor"])]
+
+
 def magnitude(scaling: Mapping[str, Any] | None) -> float:
-    """Factor of cos and sin: 1, except with yarn.
+    """Factor of cos and sin: 1, except with yarn and longrope.
 
     Raises:
         UserError: a value of the scaling is not a number above 0.
     """
-    if scaling is None or _kind(scaling) != "yarn":
+    kind = None if scaling is None else _kind(scaling)
+    if scaling is None or kind not in ("yarn", "longrope"):
         return 1.0
     if scaling.get("attention_factor") is not None:
         return _number(scaling, "attention_factor")
     factor = _number(scaling, "factor")
+    if kind == "longrope":  # section 3.3 of its paper
+        original = _number(scaling, "original_max_position_embeddings")
+        return math.sqrt(1 + math.log(factor) / math.log(original)) if min(factor, original) > 1 else 1.0
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):
         return yarn_mscale(factor, _number(scaling, "mscale")) / yarn_mscale(factor, _number(scaling, "mscale_all_dim"))
     return yarn_mscale(factor, 1.0)

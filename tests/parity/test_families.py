@@ -32,6 +32,7 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "ernie with biases": ("ernie", ("--model.config.use_bias=true", "--model.config.tie_word_embeddings=false")),
     "gemma 2": ("gemma", ()),
     "gemma 3": ("gemma", ("--model.preset=gemma-3-1b",)),
+    "phi": ("phi", ("--model.config.partial_rotary_factor=0.75", "--model.config.sliding_window=9")),
     "granite": ("granite", ()),
     "smollm3": ("smollm3", ()),
     "olmo": ("olmo", ()),

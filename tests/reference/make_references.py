@@ -1,7 +1,7 @@
 """Writes tests/reference/FAMILY/CASE/: tiny models as HF transformers saves them, and the logits it gets from them.
 
 Needs torch, transformers, numpy and safetensors, and neither Paddle nor llmsuite; made with torch 2.15 and
-transformers 5.23; llama/mistral_window, and gemma, granite, smollm3, olmo, seed_oss and glm, with torch 2.13 and
+transformers 5.23; llama/mistral_window, and gemma, granite, phi, smollm3, olmo, seed_oss and glm, with torch 2.13 and
 transformers 5.24. (Some of Llama: make_llama_reference.py.) Run it from
 anywhere; a second run writes the same values:
 
@@ -133,6 +133,28 @@ CASES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
                 "mlp_bias": True,
                 "tie_word_embeddings": False,
             },
+        ),
+    },
+    "phi": {
+        "longrope_partial": (
+            "phi3",
+            {
+                **QWEN,
+                **SPECIAL,
+                "hidden_size": 32,
+                "original_max_position_embeddings": 16,
+                "partial_rotary_factor": 0.75,
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 1000.0,
+                    "short_factor": [1.0, 1.3, 1.7],
+                    "long_factor": [1.0, 2.5, 4.0],
+                },
+            },
+        ),
+        "window_tied": (
+            "phi3",
+            {**QWEN, **SPECIAL, "num_hidden_layers": 3, "sliding_window": 5, "tie_word_embeddings": True},
         ),
     },
     "olmo": {

@@ -80,7 +80,7 @@ def hf_tensors(name: str, config: GPTConfig) -> HfTensors:
     if match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", base):
         theirs = f"transformer.h.{match[1]}.{_HF_LAYER[match[2]]}.{kind}"
         if _HF_LAYER[match[2]] == "attn.c_attn":
-            return HfTensors((theirs,), part="qkv".index(match[2][-6]), num_parts=3)
+            return HfTensors((theirs,), part="qkv".index(match[2][-6]), sizes=(config.hidden_size,) * 3)
         return HfTensors((theirs,))
     return HfTensors((name,))
 

@@ -226,13 +226,20 @@ def test_names_and_shapes_are_those_of_peft(made: Any) -> None:
     hidden = model.config.hidden_size
     if family != "gpt":
         joined = {pattern.rpartition(".")[2] for pattern in config["rank_pattern"]}
-        assert joined == ({"gate_up_proj"} if family == "glm" else set()), "adapters of both parts"
-        assert set(config["rank_pattern"].values()) <= {2 * RANK}
+        parts = {"glm": {"gate_up_proj": 2}, "phi": {"gate_up_proj": 2, "qkv_proj": 3}}.get(family, {})
+        assert joined == set(parts), "adapters of all parts"
+        for pattern, rank in config["rank_pattern"].items():
+            assert rank == parts[pattern.rpartition(".")[2]] * RANK
         assert config["rank_pattern"].keys() == config["alpha_pattern"].keys()
-        name = {"deepseek": "self_attn.o_proj", "ernie_moe": "mlp.experts.0.up_proj"}.get(family, "self_attn.q_proj")
+        names = {
+            "deepseek": "self_attn.o_proj",
+            "ernie_moe": "mlp.experts.0.up_proj",
+            "phi": "self_attn.qkv_proj",
+        }
+        name = names.get(family, "self_attn.q_proj")
         layer = 1 if family == "ernie_moe" else 0
         first = tensors[f"base_model.model.model.layers.{layer}.{name}.lora_A.weight"]
-        assert first.shape[0] == RANK
+        assert first.shape[0] == parts.get(name.rpartition(".")[2], 1) * RANK
         return
     a, b = (tensors[f"base_model.model.transformer.h.0.attn.c_attn.lora_{k}.weight"] for k in "AB")
     assert (a.shape, b.shape) == ((3 * RANK, hidden), (3 * hidden, 3 * RANK))

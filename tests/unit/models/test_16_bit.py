@@ -36,6 +36,7 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("ernie", {}),
     ("gemma", {}),
     ("gemma", {"model_type": "gemma2", "rope_local_base_freq": None, "attn_logit_softcapping": 50.0}),
+    ("phi", {"partial_rotary_factor": 0.75}),
     ("granite", {}),
     ("smollm3", {}),
     ("olmo", {}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ CAPPED = {
 }
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen", "ernie", "seed_oss"])
+@pytest.mark.parametrize("family", ["llama", "qwen", "ernie", "seed_oss", "phi"])
 def test_a_plain_description_has_plain_layers(family: str) -> None:
     model = tiny(family)
     assert FAMILIES[family].shape_spec(model.config).is_plain  # type: ignore[misc]
@@ -64,7 +65,9 @@ def test_capped_scores_take_plain_masks() -> None:
         assert model.ops.causal_mask is expected
 
 
-@pytest.mark.parametrize("case", ["gemma/gemma2", "gemma/gemma3", "smollm3/tied", "granite/tied", "glm/partial"])
+@pytest.mark.parametrize(
+    "case", ["gemma/gemma2", "gemma/gemma3", "smollm3/tied", "granite/tied", "glm/partial", "phi/window_tied"]
+)
 def test_documents_in_a_row_are_as_if_they_were_alone(case: str) -> None:
     """Each kind of attention has its own rotation, window and mask."""
     model = load(REFERENCE / case)
@@ -119,4 +122,14 @@ def test_joined_matrices_are_parts_of_one() -> None:
     config = FAMILIES["glm"].config_cls(**FAMILIES["glm"].smoke)
     gate, up = (NAMES.hf_tensors(f"model.layers.3.mlp.{part}_proj.weight", config) for part in ("gate", "up"))
     assert gate.names == up.names == ("model.layers.3.mlp.gate_up_proj.weight",)
-    assert (gate.part, up.part, gate.num_parts) == (0, 1, 2)
+    width = config.intermediate_size
+    assert (gate.columns, up.columns) == (slice(0, width), slice(width, 2 * width))
+
+
+def test_parts_of_a_joined_matrix_have_sizes_of_their_own() -> None:
+    config = FAMILIES["phi"].config_cls(**FAMILIES["phi"].smoke)
+    queries, rest = config.num_attention_heads * config.head_size, config.num_key_value_heads * config.head_size
+    q, k, v = (NAMES.hf_tensors(f"model.layers.0.self_attn.{part}_proj.weight", config) for part in "qkv")
+    assert q.names == k.names == v.names == ("model.layers.0.self_attn.qkv_proj.weight",)
+    starts = [0, queries, queries + rest, queries + 2 * rest]
+    assert [part.columns for part in (q, k, v)] == [slice(a, b) for a, b in itertools.pairwise(starts)]

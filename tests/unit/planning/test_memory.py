@@ -55,6 +55,7 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("ernie", {"use_bias": True}),
     ("gemma", {}),
     ("gemma", {"model_type": "gemma2", "rope_local_base_freq": None, "attn_logit_softcapping": 50.0}),
+    ("phi", {"partial_rotary_factor": 0.75, "sliding_window": 9}),
     ("granite", {}),
     ("smollm3", {"no_rope_layer_interval": 3}),
     ("olmo", {}),
