@@ -248,8 +248,10 @@ class Traffic:
         if degrees.tp > 1 and self._is_partial(parameter):
             why = "gradients of norms, from each rank's tokens or heads"
             inside = self._compiled and self._is_compiled(parameter)
+            # Paddle sums a partial gradient before it passes an addition: that of 1 + weight
+            is_offset = self._shape_spec.norm == "offset_rms" and parameter.name.endswith("norm.weight")
             times = 1
-            if parameter.reduce_in_backward or inside:
+            if parameter.reduce_in_backward or inside or is_offset:
                 times = len(self._batches)
             self._add(TENSOR, "all_reduce", parameter.local_shape, why, times, width)
         for kind in parameter.model_sums:
