@@ -55,7 +55,7 @@ class DenseAttention(Attention):
     def __init__(self, config: DenseConfig, ops: Ops, spec: GroupedQuery, norm: Norm):
         """`norm` is the kind of the norms of queries and keys."""
         super().__init__(config, ops, spec.biased, spec.output_biased, interleaved=spec.interleaved)
-        self.rounds_activations = spec.rounds and ops.matmuls.rounds_attention
+        self.rounds_activations = False  # scales, caps and norms take queries and keys in full precision
         if spec.score_cap is not None:
             self.core = _capped_core(spec.score_cap, ops.decoding.heads_first)
         size = spec.head_size
@@ -77,7 +77,7 @@ class DenseAttention(Attention):
     ) -> tuple[Tensor, LayerCache]:
         """x [B, L, D] to [B, L, D] and the cache, with the arguments of `Attention.forward`."""
         projections = [self.q_proj, self.k_proj, self.v_proj]
-        q, k, v = self.apply_linears(projections, x, self.o_proj if self.rounds_activations else None)
+        q, k, v = self.apply_linears(projections, x, None)
         if self.norms_at == "whole":
             q, k = self._normed(q, k)
         q, k, v = (part.reshape([0, 0, -1, self.head_size]) for part in (q, k, v))
