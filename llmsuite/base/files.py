@@ -29,6 +29,8 @@ NOT_FETCHED = "not-fetched.json"
 """Name of the list, in a partly fetched checkpoint, of the tensors (`file:tensor`) whose bytes are holes."""
 ELSEWHERE = "elsewhere.json"
 """Name of the list of files of a manifest that are on the disks of other machines, each with its machine and rank."""
+REPLACED = ".llmsuite-old"
+"""Suffix of a directory that is being replaced."""
 NO_ROOM = "the run ends here; make room and --resume it"
 """The state of the files of a run, for `os_errors`."""
 _CHUNK = 1 << 20
@@ -192,14 +194,14 @@ def publish(temporary: Path, final: Path, outcome: list[str]) -> None:
         temporary.rename(final)
     outcome.append("it is complete, but may not survive a power failure")
     fsync(final.parent)
-    if replaces:  # else a directory of that name is the user's
+    if replaces:
         with contextlib.suppress(OSError):
-            remove_path(_backup_path(final))
+            remove_path(backup_path(final))
 
 
 def _replace(final: Path, temporary: Path) -> None:
-    """Replace `final` by `temporary` and keep the old one as `.old`; on an error `final` is restored."""
-    old = _backup_path(final)
+    """Replace `final` by `temporary` and keep the old one at `backup_path`; on an error `final` is restored."""
+    old = backup_path(final)
     remove_path(old)
     try:
         final.rename(old)
@@ -210,8 +212,9 @@ def _replace(final: Path, temporary: Path) -> None:
         raise
 
 
-def _backup_path(final: Path) -> Path:
-    return final.with_name(final.name + ".old")
+def backup_path(final: Path) -> Path:
+    """The place of a directory while it is replaced: no user has one of that name."""
+    return final.with_name(final.name + REPLACED)
 
 
 def broken_file(

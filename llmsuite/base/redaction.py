@@ -284,8 +284,11 @@ class FilteredStream(io.TextIOWrapper):
             options: of TextIOWrapper.
         """
         super().__init__(stream, **options)
-        self._redact_text = redacted if hides_urls else SECRETS.redact
-        self._unfinished = unfinished if hides_urls else SECRETS.unfinished
+        self._redact_text = SECRETS.redact
+        self._unfinished = SECRETS.unfinished
+        if hides_urls:
+            self._redact_text = redacted
+            self._unfinished = unfinished
         self._held = ""
         self._shown = ""
         """The begin of the held text that is written already."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from llmsuite.base.errors import UserError
 from llmsuite.base.files import (
+    REPLACED,
     broken_file,
     os_errors,
     read_json_file,
@@ -170,9 +171,9 @@ def remove_unfinished(root: Path) -> None:
         UserError: the directory cannot be written to.
     """
     with os_errors(root):
-        # a checkpoint is replaced by renaming it to .old first: a killed run may have left only the .old one
-        for path in listed(root, "step-*.old"):
-            final = path.with_name(path.name.removesuffix(".old"))
+        # a checkpoint is renamed before it is replaced: a killed run may have left only the renamed one
+        for path in listed(root, f"step-*{REPLACED}"):
+            final = path.with_name(path.name.removesuffix(REPLACED))
             if exists(final) or path.is_symlink():
                 remove_path(path)
             else:

@@ -18,11 +18,12 @@ from pydantic import TypeAdapter, ValidationError
 from llmsuite.base.errors import UserError
 from llmsuite.base.files import read_json_object, sha256_of
 from llmsuite.base.safe_files import is_file
-from llmsuite.checkpoint.awq import AwqFormat, AwqTensors
+from llmsuite.checkpoint.awq import AwqFormat
 from llmsuite.checkpoint.expected_tensor import FLOATS, ExpectedTensor
 from llmsuite.checkpoint.fp8 import Fp8Format, Fp8Tensors
 from llmsuite.checkpoint.fused import Heads, UnfusedTensors, is_fused
-from llmsuite.checkpoint.gptq import GptqFormat, GptqTensors
+from llmsuite.checkpoint.gptq import GptqFormat
+from llmsuite.checkpoint.packed_groups import PackedTensors
 from llmsuite.checkpoint.stored import FP8, INT8, StoredTensor
 from llmsuite.checkpoint.tensors import SUFFIX, Int8Tensors, RenamedTensors, TensorFiles, TensorSource, TensorSpec
 from llmsuite.checkpoint.tied import check_tied
@@ -325,10 +326,10 @@ def _open_tensors(path: Path, check: bool) -> TensorSource:
         return Fp8Tensors(files, fp8)
     gptq = GptqFormat.of(config)
     if gptq:
-        return GptqTensors(files, gptq)
+        return PackedTensors(files, gptq)
     awq = AwqFormat.of(config)
     if awq:
-        return AwqTensors(files, awq)
+        return PackedTensors(files, awq)
     name_of = {files.spec(name).dtype: name for name in files.names}
     if INT8 in name_of:
         raise UserError(f"{path}: {name_of[INT8]!r} is int8, and there is no {Int8Tensors.STEM}{SUFFIX} with its scale")

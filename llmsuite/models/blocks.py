@@ -71,8 +71,11 @@ class WithCore:
     """An attention whose core is a function of its own choice."""
 
     core: Callable[..., Tensor]
-    """Computes the output of each head from its queries, keys and values: other ones than the device's begin with a
-    prefix, or are recomputed in the backward pass."""
+    """Computes the output of each head from its queries, keys and values, as `Ops.attention`."""
+
+    def use_core(self, core: Callable[..., Tensor]) -> None:
+        """Compute heads by another function, such as one that begins with a prefix or is recomputed."""
+        self.core = core
 
 
 class Attention(nn.Layer, WithCore):

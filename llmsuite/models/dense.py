@@ -55,7 +55,7 @@ class DenseAttention(Attention):
     def __init__(self, config: DenseConfig, ops: Ops, spec: GroupedQuery, norm: Norm):
         """`norm` is the kind of the norms of queries and keys."""
         super().__init__(config, ops, spec.biased, spec.output_biased, interleaved=spec.interleaved)
-        self.rounds_activations = spec.rounds and ops.matmuls.rounds_attention
+        self.rounds_activations = False  # scales, caps and norms take queries and keys in full precision
         if spec.score_cap is not None:
             self.core = _capped_core(spec.score_cap, ops.decoding.heads_first)
         size = spec.head_size
@@ -64,16 +64,20 @@ class DenseAttention(Attention):
         self.query_scale = 1.0 if spec.scale is None else spec.scale * size**0.5  # the core divides by the root
         self.norms_at = spec.normed
         if spec.normed:
-            heads = (spec.heads, spec.kv_heads) if spec.normed == "whole" else (1, 1)
-            self.q_norm = make_norm(norm, heads[0] * size, config.rms_norm_eps, ops)
-            self.k_norm = make_norm(norm, heads[1] * size, config.rms_norm_eps, ops)
+            q_size = size
+            kv_size = size
+            if spec.normed == "whole":
+                q_size *= spec.heads
+                kv_size *= spec.kv_heads
+            self.q_norm = make_norm(norm, q_size, config.rms_norm_eps, ops)
+            self.k_norm = make_norm(norm, kv_size, config.rms_norm_eps, ops)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, past: LayerCache | None = None
     ) -> tuple[Tensor, LayerCache]:
         """x [B, L, D] to [B, L, D] and the cache, with the arguments of `Attention.forward`."""
         projections = [self.q_proj, self.k_proj, self.v_proj]
-        q, k, v = self.apply_linears(projections, x, self.o_proj if self.rounds_activations else None)
+        q, k, v = self.apply_linears(projections, x, None)
         if self.norms_at == "whole":
             q, k = self._normed(q, k)
         q, k, v = (part.reshape([0, 0, -1, self.head_size]) for part in (q, k, v))
@@ -97,10 +101,15 @@ class DenseAttention(Attention):
 
     def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Heads [B, L, H, K] with the first `rotary_size` elements of each rotated."""
-        if self.rotary_size == self.head_size:
-            return self.rotary(halves(x) if self.interleaved else x, cos, sin)
-        first, rest = paddle.split(x, [self.rotary_size, self.head_size - self.rotary_size], -1)
-        return paddle.concat([self.rotary(halves(first) if self.interleaved else first, cos, sin), rest], -1)
+        rest = None
+        if self.rotary_size < self.head_size:
+            x, rest = paddle.split(x, [self.rotary_size, self.head_size - self.rotary_size], -1)
+        if self.interleaved:
+            x = halves(x)
+        x = self.rotary(x, cos, sin)
+        if rest is None:
+            return x
+        return paddle.concat([x, rest], -1)
 
 
 @functools.cache
@@ -125,10 +134,14 @@ class DenseLayer(DecoderLayer):
     def __init__(self, config: DenseConfig, ops: Ops, spec: LayerSpec, kind: int):
         """`kind` is the index of its attention among the kinds of the model (`RotaryLM`)."""
         norm = functools.partial(make_norm, spec.norm, config.hidden_size, config.rms_norm_eps, ops)
-        first, second = (norm(), norm()) if spec.norms != "after" else (None, None)
-        super().__init__(first, make_attention(config, ops, spec), second, make_mlp(config, ops, spec))
-        self.post_self_attn_layernorm = norm() if spec.norms != "before" else None
-        self.post_mlp_layernorm = norm() if spec.norms != "before" else None
+        before: list[nn.Layer | None] = [None, None]
+        after: list[nn.Layer | None] = [None, None]
+        if spec.norms != "after":
+            before = [norm(), norm()]
+        if spec.norms != "before":
+            after = [norm(), norm()]
+        super().__init__(before[0], make_attention(config, ops, spec), before[1], make_mlp(config, ops, spec))
+        self.post_self_attn_layernorm, self.post_mlp_layernorm = after
         self.residual_scale = spec.residual_scale
         self.kind = kind
 
@@ -141,11 +154,15 @@ class DenseLayer(DecoderLayer):
         return self._sum(x, _normed(self.post_mlp_layernorm, inner)), present
 
     def _sum(self, x: Tensor, output: Tensor) -> Tensor:
-        return x + output if self.residual_scale == 1.0 else x + output * self.residual_scale
+        if self.residual_scale != 1.0:
+            output = output * self.residual_scale
+        return x + output
 
 
 def _normed(norm: nn.Layer | None, x: Tensor) -> Tensor:
-    return x if norm is None else norm(x)
+    if norm is None:
+        return x
+    return norm(x)
 
 
 class DenseLM(RotaryLM):
@@ -169,8 +186,9 @@ class ScaledLM(DenseLM):
         super().__init__(config, ops)
         spec = config.shape_spec()
         self.embedding_scale = spec.embedding_scale
-        # a score reads the hidden states as they are
-        self.hidden_scale = spec.logit_scale if head_of(config) == "language_model" else 1.0
+        self.hidden_scale = 1.0  # a score reads the hidden states as they are
+        if head_of(config) == "language_model":
+            self.hidden_scale = spec.logit_scale
         self.logit_cap = spec.logit_cap
 
     def embed(self, input_ids: Tensor, start: int = 0, document_starts: Tensor | None = None) -> Tensor:
@@ -184,12 +202,16 @@ class ScaledLM(DenseLM):
     def final_norm(self, x: Tensor) -> Tensor:
         """Normed hidden states [B, L, D], times the factor of the logits."""
         x = super().final_norm(x)
-        return x if self.hidden_scale == 1.0 else x * self.hidden_scale
+        if self.hidden_scale == 1.0:
+            return x
+        return x * self.hidden_scale
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., D] to logits [..., V]."""
         logits = super().logits(hidden)
-        return logits if self.logit_cap is None else self.logit_cap * paddle.tanh(logits / self.logit_cap)
+        if self.logit_cap is None:
+            return logits
+        return self.logit_cap * paddle.tanh(logits / self.logit_cap)
 
 
 def make_norm(kind: Norm, size: int, eps: float, ops: Ops) -> nn.Layer:
@@ -211,7 +233,7 @@ def make_mlp(config: DenseConfig, ops: Ops, spec: LayerSpec) -> GatedMLP:
     """The MLP of a layer."""
     what = spec.mlp
     assert isinstance(what, GatedMLPSpec)
-    kind = GatedMLP if what.activation == "silu" else GeluGatedMLP
+    kind = {"silu": GatedMLP, "gelu_tanh": GeluGatedMLP}[what.activation]
     return kind(config.hidden_size, what.width, ops, what.biased)
 
 

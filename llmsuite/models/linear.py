@@ -40,12 +40,22 @@ class WithMatmul:
     matmul: Callable[..., Tensor] = staticmethod(matmul_ops.matmul)
     """The function, with the arguments of `paddle.matmul`."""
 
+    def use_matmul(self, matmul: Callable[..., Tensor]) -> None:
+        """Multiply by another function; an author's own choice of one stays."""
+        if self.matmul is matmul_ops.matmul:
+            self.matmul = matmul
+
 
 class WithLinear:
     """A layer that computes x W + bias by a function of its own choice."""
 
     linear: LinearKernel = staticmethod(matmul_ops.linear)
     """The function."""
+
+    def use_linear(self, linear: LinearKernel) -> None:
+        """Compute by another function; an author's own choice of one stays."""
+        if self.linear is matmul_ops.linear:
+            self.linear = linear
 
 
 class Linear(nn.Linear):

@@ -16,7 +16,7 @@ from paddle import nn
 from paddle.autograd import PyLayer
 
 from llmsuite.base.typing import Tensor
-from llmsuite.devices.matmul_ops import MatmulOps, linear, matmul
+from llmsuite.devices.matmul_ops import MatmulOps
 from llmsuite.devices.ops import Ops, identity
 from llmsuite.models.blocks import CausalLM, TiedHead, apply_linears
 from llmsuite.models.exact import has_hooks
@@ -286,11 +286,10 @@ def use_linear_ops(model: nn.Layer, linear_ops: LinearOps, together: bool = True
             module.kernel = kernel
         if isinstance(module, LowRankLayer):
             module.low_rank_kernel = low_rank_kernel
-        # not a function that the author of a layer has chosen
-        if isinstance(module, WithMatmul) and module.matmul is matmul:
-            module.matmul = linear_ops
-        if isinstance(module, WithLinear) and module.linear is linear:
-            module.linear = kernel
+        if isinstance(module, WithMatmul):
+            module.use_matmul(linear_ops)
+        if isinstance(module, WithLinear):
+            module.use_linear(kernel)
         if together and vars(module).get("apply_linears") is apply_linears:
             module.apply_linears = linear_ops.apply_layers
     if isinstance(model, CausalLM):

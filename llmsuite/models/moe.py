@@ -102,7 +102,7 @@ class MoE(nn.Layer):
         return routed if self.shared_experts is None else routed + self.shared_experts(x)
 
 
-class DenseLayer(DecoderLayer):
+class LayerWithoutExperts(DecoderLayer):
     """A layer without experts, in a model that has some in others."""
 
     def forward(
@@ -187,7 +187,7 @@ class MTPLayer(MoELayer):
 
 
 class MoELM(RotaryLM):
-    """A decoder whose layers are `MoELayer` and `DenseLayer`."""
+    """A decoder whose layers are `MoELayer` and `LayerWithoutExperts`."""
 
     def layer_inputs(
         self, start: int, length: int, dtype: Any, document_starts: Tensor | None = None

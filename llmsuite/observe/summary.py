@@ -87,7 +87,9 @@ def format_duration(seconds: float) -> str:
     """A duration as text: 45 s, 12 min 05 s, 3 h 20 min, 2 d 4 h."""
     rounded = round(seconds)
     if rounded < 60:
-        return f"{rounded} s" if seconds >= 10 else f"{seconds:.1f} s"
+        if seconds < 10:
+            return f"{seconds:.1f} s"
+        return f"{rounded} s"
     if rounded < 3600:
         return f"{rounded // 60} min {rounded % 60:02} s"
     minutes = round(seconds / 60)
@@ -110,13 +112,16 @@ def cards(run: Run, now: float | None = None) -> list[Card]:
 
 
 def _status(run: Run, now: float) -> Card:
+    if run.status not in ("died", "running"):
+        note = ""
+        if run.events:
+            note = _when(run.events[-1])
+        return Card("Status", run.status, note)
     note = ""
     if run.last_record_time:
         note = f"last record {format_duration(now - run.last_record_time)} ago"
     if run.status == "died":
         return Card("Status", "died", note)
-    if run.status != "running":
-        return Card("Status", run.status, _when(run.events[-1]) if run.events else "")
     last_record_time = run.last_record_time
     if last_record_time is None or now - last_record_time < _SILENT_SECONDS:
         return Card("Status", "running")
@@ -137,8 +142,10 @@ def _progress(run: Run, now: float) -> Card:
         steps += f" of {total:,}"
     times = []
     if took:
-        so_far = " so far" if run.status == "running" else ""
-        times.append(f"{format_duration(took)}{so_far}")
+        so_far = format_duration(took)
+        if run.status == "running":
+            so_far += " so far"
+        times.append(so_far)
     if left:
         times.append(f"about {format_duration(left)} left")
     return Card("Steps", steps, ", ".join(times))
@@ -156,11 +163,18 @@ def _evaluated(run: Run, name: str, form: str) -> str:
     found = []
     last = 0
     for of_set in ("", *_eval_sets(run)):
-        at, values = run.series(f"eval/{of_set}/{name}" if of_set else f"eval/{name}")
+        key = f"eval/{name}"
+        place = ""
+        if of_set:
+            key = f"eval/{of_set}/{name}"
+            place = f" on {of_set}"
+        at, values = run.series(key)
         if at:
-            found.append(f"{values[-1]:{form}}{' on ' + of_set if of_set else ''}")
+            found.append(f"{values[-1]:{form}}{place}")
             last = at[-1]
-    return f"{', '.join(found)} in the evaluation of step {last}" if found else ""
+    if not found:
+        return ""
+    return f"{', '.join(found)} in the evaluation of step {last}"
 
 
 def _eval_sets(run: Run) -> list[str]:
@@ -169,13 +183,14 @@ def _eval_sets(run: Run) -> list[str]:
     evaluation = data.get("eval")
     if not isinstance(evaluation, dict):
         return []
-    return [*([HELD_OUT] if data.get("holdout") is not None else []), *evaluation]
+    if data.get("holdout") is not None:
+        return [HELD_OUT, *evaluation]
+    return list(evaluation)
 
 
 def _reward(run: Run) -> Card | None:
-    for name, label in (("reward", "Reward"), ("rewards/accuracy", "Preference accuracy")):
+    for name, label, form in (("reward", "Reward", ".4g"), ("rewards/accuracy", "Preference accuracy", ".1%")):
         if values := run.series(name)[1]:
-            form = ".1%" if name == "rewards/accuracy" else ".4g"
             return Card(label, f"{values[-1]:{form}}", _evaluated(run, name, form))
     return None
 
@@ -234,10 +249,17 @@ def _data(run: Run) -> Card | None:
     if len(files) > 1:
         shown += f" and {len(files) - 1} more"
     evaluation = data.get("eval")
-    sources = [evaluation] if isinstance(evaluation, str) else list((evaluation or {}).values())
+    sources: list[Any] = []
     if data.get("holdout") is not None:
-        sources.insert(0, f"held-out rows ({data['holdout']})")
-    return Card("Data", shown, f"evaluated on {', '.join(map(str, sources))}" if sources else "")
+        sources.append(f"held-out rows ({data['holdout']})")
+    if isinstance(evaluation, str):
+        sources.append(evaluation)
+    elif evaluation:
+        sources += evaluation.values()
+    note = ""
+    if sources:
+        note = f"evaluated on {', '.join(map(str, sources))}"
+    return Card("Data", shown, note)
 
 
 def _mesh(run: Run) -> Card | None:
@@ -293,7 +315,10 @@ def event_line(event: Record) -> tuple[str, str]:
     if describe is not None:
         return _when(event), describe(event)
     rest = ", ".join(f"{key} {value}" for key, value in event.items() if key not in ("time", "event"))
-    return _when(event), f"{event['event']}: {rest}" if rest else str(event["event"])
+    text = str(event["event"])
+    if rest:
+        text += f": {rest}"
+    return _when(event), text
 
 
 def _numbers(event: Record) -> str:

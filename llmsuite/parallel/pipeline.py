@@ -242,17 +242,24 @@ class PipelineStage:
 
     def token_nll(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Negative log-probability of each target, [N]; zeros where the last layers are not."""
-        return self._losses.token_nll(hidden, targets) if self.is_last else paddle.zeros([targets.shape[0]])
+        if not self.is_last:
+            return paddle.zeros([targets.shape[0]])
+        nll: Tensor = self._losses.token_nll(hidden, targets)
+        return nll
 
     def token_nll_and_entropy(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Negative log-probability of each target, and the entropy of each distribution over the vocabulary, in nats:
         [N] each; zeros where the last layers are not."""
-        return self._losses.token_nll_and_entropy(hidden, targets) if self.is_last else _no_numbers(targets)
+        if not self.is_last:
+            return _no_numbers(targets)
+        return self._losses.token_nll_and_entropy(hidden, targets)
 
     def token_nll_and_greedy_match(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Negative log-probability of each target, and 1 where greedy decoding picks the target, else 0: [N] each;
         zeros where the last layers are not."""
-        return self._losses.token_nll_and_greedy_match(hidden, targets) if self.is_last else _no_numbers(targets)
+        if not self.is_last:
+            return _no_numbers(targets)
+        return self._losses.token_nll_and_greedy_match(hidden, targets)
 
     def token_divergence(self, hidden: Tensor, taught: Tensor | None, comparison: Comparison | None) -> Tensor:
         """Divergence of each distribution over the vocabulary from that of a teacher, [N], see
@@ -272,7 +279,9 @@ class PipelineStage:
 
     @property
     def _losses(self) -> Any:
-        return self.model if self.chunked_losses is None else self.chunked_losses
+        if self.chunked_losses is None:
+            return self.model
+        return self.chunked_losses
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., D] to logits [..., V], replicated on every rank; zeros where the last layers are not.

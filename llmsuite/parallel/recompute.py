@@ -35,7 +35,7 @@ def recompute_attention(model: Any, plan: ShardPlan) -> None:
                 "compute again (llmsuite.models.blocks.WithCore); set it to full or none"
             )
         for module in found:
-            module.core = functools.partial(_recompute, module.core)
+            module.use_core(functools.partial(_recompute, module.core))
 
 
 def _layers(model: Any, plan: ShardPlan) -> list[tuple[int, Any]]:

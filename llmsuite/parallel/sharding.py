@@ -235,17 +235,21 @@ class ParameterShard:
         other.copy_(before, False)
 
     def _held(self) -> Tensor:
-        return self._stored if self.partition.is_stored_sharded else self._local().detach()
+        if self.partition.is_stored_sharded:
+            return self._stored
+        return self._local().detach()
 
     def gather_parameter(self) -> Tensor:
         """The full parameter. Every rank of the run calls it."""
-        return self._gather_full(
-            self._gather_shards(self._stored) if self.partition.is_stored_sharded else self._local()
-        )
+        if self.partition.is_stored_sharded:
+            return self._gather_full(self._gather_shards(self._stored))
+        return self._gather_full(self._local())
 
     def gather_shard(self, shard: Tensor) -> Tensor:
         """The full tensor of one that is sharded like `main_param`. Every rank of the run calls it."""
-        return self._gather_full(self._gather_shards(shard) if self.partition.num_shards > 1 else shard)
+        if self.partition.num_shards > 1:
+            shard = self._gather_shards(shard)
+        return self._gather_full(shard)
 
     def gather_number(self, number: Tensor) -> Tensor:
         """A number [1] that the optimizer keeps of the parameter. Every rank of the run calls it."""
@@ -253,7 +257,9 @@ class ParameterShard:
 
     def own_shard(self, local: np.ndarray) -> np.ndarray:
         """This rank's shard of a tensor that is already split over tp."""
-        return local.reshape(-1)[self._range] if self.partition.num_shards > 1 else local
+        if self.partition.num_shards > 1:
+            return local.reshape(-1)[self._range]
+        return local
 
     # gradients
 
@@ -266,7 +272,9 @@ class ParameterShard:
             count *= degrees.tp
         if self.partition.is_tied:
             return 2 * count
-        return degrees.pp * count if self.partition.is_shared else count
+        if self.partition.is_shared:
+            return degrees.pp * count
+        return count
 
     def finish_gradient(self) -> Tensor | None:
         """The gradient of this rank's shard, reduced over all data ranks; None when there is none. It may be that of
@@ -381,24 +389,32 @@ class ParameterShard:
 
     def _widened(self, gradient: Tensor) -> Tensor:
         """A gradient in the dtype that gradients are accumulated in."""
-        return gradient.astype("float32") if self.has_master and gradient.dtype != paddle.float32 else gradient
+        if self.has_master and gradient.dtype != paddle.float32:
+            return gradient.astype("float32")
+        return gradient
 
     # shards
 
     def _own_part(self, local: Tensor) -> Tensor:
         """This rank's shard of a local value."""
-        return local.flatten()[self._range] if self.partition.num_shards > 1 else local
+        if self.partition.num_shards > 1:
+            return local.flatten()[self._range]
+        return local
 
     def _gather_shards(self, shard: Tensor) -> Tensor:
         """The local value, gathered from the shards of all ranks of the sharding axis."""
         # over the sharding axis, in whose order the flattened value is cut; padded, as all parts must have one size
         flat = collective.all_gather(self._padded(shard), self._mesh.sharding_group)
-        return (flat if flat.shape[0] == self.partition.size else flat[: self.partition.size]).reshape(self.local_shape)
+        if flat.shape[0] != self.partition.size:
+            flat = flat[: self.partition.size]
+        return flat.reshape(self.local_shape)
 
     def _padded(self, flat: Tensor, num_shards: int = 1) -> Tensor:
         """With zeros at the end, so that the shards of all ranks have one size."""
         missing = num_shards * self.shard_size - flat.shape[0]
-        return paddle.concat([flat, paddle.zeros([missing], flat.dtype)]) if missing else flat
+        if missing:
+            return paddle.concat([flat, paddle.zeros([missing], flat.dtype)])
+        return flat
 
     def _gather_full(self, local: Tensor) -> Tensor:
         # tp before ep, the reverse of the split: the experts of a rank of ep are split over its tp group

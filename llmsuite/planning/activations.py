@@ -112,6 +112,20 @@ class ActivationSettings:
     """Bytes of an element of queries, keys, values and attention outputs, where there are no biases and norms of heads;
     None for `num_bytes`."""
 
+    @property
+    def token_shards(self) -> int:
+        """Number of ranks that the tokens between attention and MLP are split over."""
+        if self.sequence_parallel:
+            return self.tp
+        return 1
+
+    @property
+    def cast_bytes(self) -> int:
+        """Bytes of an element of the float32 copy that a norm makes of its input; 0 where the input is float32."""
+        if self.num_bytes < 4:
+            return 4
+        return 0
+
 
 def kept_by_layer(shape_spec: ShapeSpec, number: int, batch: MicroBatch, settings: ActivationSettings) -> float:
     """Bytes that a layer keeps, including its output, without its input."""
@@ -165,8 +179,10 @@ def inside_layer(shape_spec: ShapeSpec, number: int, batch: MicroBatch, settings
     if layer.is_mtp:  # norms of both inputs and of the output; the joined inputs, and their product
         plain = dataclasses.replace(settings, fused=settings.fused_outside)
         kept += 3 * norm_kept(layer.norm, shape_spec.hidden, batch, plain) + 3 * between
-    # the outputs of attention and MLP: two sums, or what the norms after them take
-    kept += (2 if layer.norms == "before" else 4) * between + _edit(shape_spec, number, batch, settings)
+    outputs = 2  # of attention and MLP: their sums with the residual
+    if layer.norms != "before":
+        outputs = 4  # the norms after them take them too
+    kept += outputs * between + _edit(shape_spec, number, batch, settings)
     return kept + _adapters(layer, number, batch, settings) + _rounded(layer, number, batch, settings)
 
 
@@ -212,32 +228,39 @@ def _of_last(number: int, module: str, made: int, settings: ActivationSettings) 
 
 def hidden_state_bytes(hidden: float, batch: MicroBatch, settings: ActivationSettings) -> float:
     """Bytes of a hidden state between attention and MLP: sharded by tokens under sequence parallel."""
-    return batch.tokens * hidden * settings.num_bytes / (settings.tp if settings.sequence_parallel else 1)
+    return batch.tokens * hidden * settings.num_bytes / settings.token_shards
 
 
 def norm_kept(kind: str, hidden: int, batch: MicroBatch, settings: ActivationSettings) -> float:
     """Bytes that a norm keeps besides its input, which the residual holds, and its output, which is counted as the
     input of attention or MLP."""
-    tokens = batch.tokens / (settings.tp if settings.sequence_parallel else 1)
+    tokens = batch.tokens / settings.token_shards
     if kind == "layer":
-        return tokens * (2 * 4 + (hidden * settings.num_bytes if settings.is_frozen else 0))  # a gain is outside then
-    wide = 4 * hidden if settings.num_bytes < 4 else 0
+        statistics = 2 * 4
+        if settings.is_frozen:  # the gain is outside then
+            return tokens * (statistics + hidden * settings.num_bytes)
+        return float(tokens * statistics)
     gain = _gain_bytes(kind, hidden)
-    if "rms_norm" in settings.fused:
-        return gain + tokens * (4 + (wide if gain else 0))
-    return gain + tokens * (hidden * settings.num_bytes + wide + 4)
+    width = hidden * settings.cast_bytes + 4
+    if "rms_norm" not in settings.fused:
+        width += hidden * settings.num_bytes
+    elif not gain:
+        width = 4
+    return gain + tokens * width
 
 
 def _gain_bytes(kind: str, size: int) -> int:
     """Bytes of the gain of a norm where it is not the parameter itself, but 1 + weight in float32."""
-    return 4 * size if kind == "offset_rms" else 0
+    if kind == "offset_rms":
+        return 4 * size
+    return 0
 
 
 def _normed_heads(size: float, heads: float, batch: MicroBatch, settings: ActivationSettings) -> float:
     """Bytes that the norm of queries or keys keeps: its output, scaled and unscaled."""
     if "rms_norm" in settings.fused:
         return batch.tokens * (size * settings.num_bytes + heads * 4)
-    return batch.tokens * (2 * size * settings.num_bytes + heads * 4 + (4 * size if settings.num_bytes < 4 else 0))
+    return batch.tokens * (2 * size * settings.num_bytes + heads * 4 + size * settings.cast_bytes)
 
 
 def attention_kept(layer: LayerSpec, batch: MicroBatch, settings: ActivationSettings) -> float:
@@ -252,30 +275,35 @@ def attention_kept(layer: LayerSpec, batch: MicroBatch, settings: ActivationSett
         norms = _latent_norm(what.kv_rank, batch, settings)
         if what.q_rank is not None:
             norms += _latent_norm(what.q_rank, batch, settings)
-        rotated = 0 if "rotary" in settings.fused else heads * what.rope + what.rope
+        rotated = 0.0
+        if "rotary" not in settings.fused:
+            rotated = heads * what.rope + what.rope
         if again:
             inside = heads * (2 * what.nope + what.rope + what.value) + what.rope
             return norms + tokens * e * (rotated + inside + heads * what.value)
         whole = 3
         sums = scores
         if "attention" in settings.fused:
-            whole = 4 if settings.attention_keeps_output else 3
+            whole += settings.attention_keeps_output
             sums = heads * tokens * 4
         return norms + tokens * e * (rotated + heads * (whole * what.width + what.value)) + sums
     size = what.head_size
     kv_heads = what.kv_heads / settings.tp
     if what.rounds:
         e = settings.head_bytes or e
-    kept = 0.0 if again else float(settings.prefix * settings.prefix_network * e)  # what the network has inside
+    kept = 0.0
+    if not again:
+        kept += settings.prefix * settings.prefix_network * e  # what the network has inside
     if what.normed is not None:
         kept += 2 * _gain_bytes(layer.norm, size)
-        groups = (1, 1) if what.normed == "whole" else (heads, kv_heads)
-        for count, num_norms in zip((heads, kv_heads), groups):
+        for count in (heads, kv_heads):
+            num_norms = count
+            if what.normed == "whole":
+                num_norms = 1
             kept += _normed_heads(count * size, num_norms, batch, settings)
     if what.rotary and "rotary" not in settings.fused:
-        kept += (
-            tokens * e * (heads + kv_heads) * (what.rotary_size or size)
-        )  # both halves of queries and keys, unrotated
+        # both halves of queries and keys, unrotated
+        kept += tokens * e * (heads + kv_heads) * (what.rotary_size or size)
     output = tokens * e * heads * size
     if again:
         return kept + tokens * e * (heads + 2 * kv_heads) * size + output
@@ -283,8 +311,9 @@ def attention_kept(layer: LayerSpec, batch: MicroBatch, settings: ActivationSett
     if "attention" in settings.fused:
         # the output of the text's own tokens is a view
         return kept + extended * e * (2 * heads + 2 * kv_heads) * size + heads * extended * 4
-    capped = 2 * scores if what.score_cap is not None else scores
-    return kept + extended * e * 3 * heads * size + output + capped  # keys and values repeated for each query head
+    if what.score_cap is not None:
+        scores *= 2  # uncapped and capped
+    return kept + extended * e * 3 * heads * size + output + scores  # keys and values repeated for each query head
 
 
 def _latent_norm(width: int, batch: MicroBatch, settings: ActivationSettings) -> float:
@@ -292,7 +321,7 @@ def _latent_norm(width: int, batch: MicroBatch, settings: ActivationSettings) ->
     tp."""
     if "rms_norm" in settings.fused:
         return batch.tokens * (2 * width * settings.num_bytes + 4)
-    return batch.tokens * (3 * width * settings.num_bytes + 4 + (4 * width if settings.num_bytes < 4 else 0))
+    return batch.tokens * (3 * width * settings.num_bytes + 4 + width * settings.cast_bytes)
 
 
 def mlp_kept(layer: LayerSpec, hidden: int, batch: MicroBatch, settings: ActivationSettings) -> float:
@@ -300,16 +329,20 @@ def mlp_kept(layer: LayerSpec, hidden: int, batch: MicroBatch, settings: Activat
     what = layer.mlp
     e = settings.num_bytes
     tokens = batch.tokens
-    times = 3 if "swiglu" in settings.fused else 4  # gate, up, their product; unfused also the gate's activation
+    times = 3  # gate, up, their product
+    if "swiglu" not in settings.fused or (isinstance(what, GatedMLP) and what.activation != "silu"):
+        times = 4  # without a kernel also the gate's activation
     inner = settings.inner_bytes or e
     if isinstance(what, GatedMLP):
-        if what.activation != "silu":  # no kernel computes it
-            times = 4
-        return tokens * (inner if what.rounds else e) * times * what.width / settings.tp
+        if not what.rounds:
+            inner = e
+        return tokens * inner * times * what.width / settings.tp
     if not isinstance(what, MoE):
         return tokens * e * 2 * what.width / settings.tp
     rows = _expert_rows(what, batch, settings)
-    combined = rows if settings.every_expert_row else tokens * what.chosen
+    combined = float(tokens * what.chosen)
+    if settings.every_expert_row:
+        combined = rows
     routed = rows * e * (hidden + times * what.width) + combined * e * hidden
     if not settings.keeps_expert_rows:
         routed -= rows * e * (hidden + what.width)
@@ -361,7 +394,10 @@ def _rounded(layer: LayerSpec, number: int, batch: MicroBatch, settings: Activat
     for name, (inputs, _) in inside.items():
         owner, _, word = name.rpartition(".")
         extra += 3.0 * batch.tokens * inputs * settings.num_bytes
-        sharing.setdefault(name if word in _OWN_INPUT else owner, []).append(inputs)
+        reader = owner
+        if word in _OWN_INPUT:
+            reader = name
+        sharing.setdefault(reader, []).append(inputs)
     for name, widths in sharing.items():
         if layer.norms == "after" and name.endswith("self_attn"):
             continue  # it is the output of the layer before
@@ -381,7 +417,9 @@ def _num_consumers(layer: LayerSpec, name: str) -> int:
         return 3
     if isinstance(layer.mlp, MoE):
         return 3  # with the gate, which is not rounded
-    return 2 if isinstance(layer.mlp, GatedMLP) else 1
+    if isinstance(layer.mlp, GatedMLP):
+        return 2
+    return 1
 
 
 def embedding_kept_bytes(shape_spec: ShapeSpec, batch: MicroBatch, settings: ActivationSettings) -> float:
@@ -412,9 +450,8 @@ def _without_gradient(shape_spec: ShapeSpec, batch: MicroBatch, settings: Activa
     what = layer.attention
     heads = what.heads / settings.tp
     kv_heads = what.kv_heads / settings.tp
-    kept = norm_kept(layer.norm, shape_spec.hidden, batch, settings) + _input(
-        shape_spec, 0, "self_attn", batch, settings
-    )
+    kept = norm_kept(layer.norm, shape_spec.hidden, batch, settings)
+    kept += _input(shape_spec, 0, "self_attn", batch, settings)
     if what.normed is not None:
         for count in (heads, kv_heads):
             kept += _normed_heads(count * what.head_size, count, batch, settings)
@@ -469,16 +506,21 @@ def rotation_bytes(shape_spec: ShapeSpec, positions: int, settings: ActivationSe
     if shape_spec.learned_positions:
         return 0.0
     attention = shape_spec.layers[0].attention
-    size = attention.rope if isinstance(attention, Latent) else attention.rotary_size or attention.head_size
+    if isinstance(attention, Latent):
+        size = attention.rope
+    else:
+        size = attention.rotary_size or attention.head_size
     return positions * size * settings.num_bytes
 
 
 def mask_bytes(batch: MicroBatch, settings: ActivationSettings) -> float:
     """Bytes of the mask that plain attention adds to its scores."""
-    rows = batch.rows if batch.documents else 1
-    length = batch.length + settings.prefix
     if "attention" in settings.fused:
         return 0.0
+    rows = 1
+    if batch.documents:
+        rows = batch.rows
+    length = batch.length + settings.prefix
     return rows * length**2 * settings.num_bytes
 
 

@@ -73,31 +73,39 @@ class LocalParameter(Partition):
     @property
     def owned_shape(self) -> tuple[int, ...]:
         """Shape of the tensor that this rank's optimizer updates: flat, where ranks own shards."""
-        return (self.num_owned,) if self.num_shards > 1 else self.local_shape
+        if self.num_shards > 1:
+            return (self.num_owned,)
+        return self.local_shape
 
     # bytes that live between two steps; of a gradient, until the last micro-batch is done
 
     @property
     def parameter_bytes(self) -> int:
-        return (self.num_owned if self.is_stored_sharded else self.size) * self.num_bytes
+        if self.is_stored_sharded:
+            return self.num_owned * self.num_bytes
+        return self.size * self.num_bytes
 
     @property
     def master_bytes(self) -> int:
         """Bytes of the float32 master, or under sharding of the shard that the optimizer updates."""
         if not self.has_own_copy:
             return 0
-        return self.num_owned * (4 if self.has_master else self.num_bytes)
+        return self.num_owned * self.gradient_width
 
     @property
     def gradient_width(self) -> int:
         """Bytes of an element of a gradient that is accumulated and reduced."""
-        return 4 if self.has_master else self.num_bytes
+        if self.has_master:
+            return 4
+        return self.num_bytes
 
     @property
     def gradient_bytes(self) -> int:
         if not self.has_gradient:
             return 0
-        return self.gradient_width * (self.shard_size if self.reduces_each_pass else self.size)
+        if self.reduces_each_pass:
+            return self.gradient_width * self.shard_size
+        return self.gradient_width * self.size
 
     def moment_bytes(self, train: TrainSection) -> int:
         """Bytes of the optimizer's moments; the powers of AdamW's decay rates are single numbers on the host."""

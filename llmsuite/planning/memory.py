@@ -169,7 +169,9 @@ def _local_sizes(layout: Layout, module: str) -> tuple[int, int]:
     name = f"{module}.weight"
     tp = layout.parallel_plan.degrees.tp
     inputs, outputs = layout.shapes[name][-2:]
-    dim = None if layout.shard_plan.is_expert(name) else layout.shard_plan.dim(name)
+    if layout.shard_plan.is_expert(name):
+        return inputs, outputs
+    dim = layout.shard_plan.dim(name)
     if dim == 0:
         return inputs // tp, outputs
     if dim == 1:
@@ -186,8 +188,9 @@ def _adapter_width(layout: Layout, module: str) -> float:
     if lora.dropout and module != shard_plan.embedding:
         dropped = _local_sizes(layout, module)[0] * (1 + 1 / element_bytes(layout.parallel_plan))
     is_scattered = layout.parallel_plan.section.sequence_parallel and shard_plan.is_tp_region(module.rpartition(".")[0])
-    scattered = is_scattered and shard_plan.dim(f"{module}.weight") == 0
-    num_outputs = _local_sizes(layout, module)[1] / (layout.parallel_plan.degrees.tp if scattered else 1)
+    num_outputs = float(_local_sizes(layout, module)[1])
+    if is_scattered and shard_plan.dim(f"{module}.weight") == 0:
+        num_outputs /= layout.parallel_plan.degrees.tp
     return dropped + lora.adapter_method.kept_width(lora.rank or 0, num_outputs, layout.uses_device_matmul)
 
 
@@ -420,9 +423,14 @@ def _buffers(
     e = settings.num_bytes
     heads = layer.attention.heads / settings.tp
     scores = activations.scores_bytes(layer, batch, settings)
-    width = layer.attention.width if isinstance(layer.attention, Latent) else layer.attention.head_size
+    if isinstance(layer.attention, Latent):
+        width = layer.attention.width
+    else:
+        width = layer.attention.head_size
     mlp = layer.mlp
-    size = mlp.chosen * mlp.width + mlp.shared_width if isinstance(mlp, MoE) else mlp.width
+    size = mlp.width
+    if isinstance(mlp, MoE):
+        size = mlp.chosen * mlp.width + mlp.shared_width
     of_mlp = activations.mlp_kept(layer, shape_spec.hidden, batch, settings)
     residual = 2 * batch.tokens * shape_spec.hidden * e
     again = 0.0
@@ -461,7 +469,7 @@ def _in_buckets(buckets: Iterable[Sequence[LocalParameter]], overlaps: bool, add
     most = 0.0
     for bucket in buckets:
         is_sent_in_passes = bucket[0].reduces_each_pass
-        times = overlaps if is_sent_in_passes else 0
+        times = int(overlaps and is_sent_in_passes)
         if len(bucket) > 1:
             times += 1 + is_sent_in_passes
         size = times * sum(held.sum_size for held in bucket)
@@ -479,7 +487,7 @@ def _largest(held: Iterable[LocalParameter]) -> float:
 def _accumulated(held: Iterable[LocalParameter]) -> float:
     """Bytes of the largest gradient of a micro-batch with the float32 copy that is added to the sum over earlier ones
     (`sharding.ParameterShard`), where the parameter has a master."""
-    return max((h.size * (h.num_bytes + (4 if h.has_master else 0)) for h in held if h.has_gradient), default=0)
+    return max((h.size * (h.num_bytes + 4 * h.has_master) for h in held if h.has_gradient), default=0)
 
 
 def _gathered(held: Sequence[LocalParameter]) -> float:

@@ -16,6 +16,7 @@ from llmsuite.recipe.source import Key
 
 _SPACE = re.compile(r"\s*")
 _COMMENT = re.compile(r'"(?:[^"\\]|\\.)*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
+_AFTER_VALUE = re.compile(r"(?P<comma>,?)(?P<comments>(?:[ \t]*(?://[^\n]*|/\*.*?\*/))*)", re.DOTALL)
 _LAST_COMMA = re.compile(r'"(?:[^"\\]|\\.)*"|,(?=\s*[}\]])')
 
 
@@ -80,10 +81,17 @@ def _inserted(text: str, found: _Object, name: str, value: str, is_yaml: bool) -
         end = text.find("\n", last.end)
         end = len(text) if end < 0 else end
         return f"{text[:end]}\n{' ' * len(indent)}{name}: {value}{text[end:]}"
-    between = f",\n{indent}" if not indent.strip() else ", "
     if is_yaml:
-        entry = f"{name}: {value}"
-    return f"{text[: last.end]}{between}{entry}{text[last.end :]}"
+        return f"{text[: last.end]}, {name}: {value}{text[last.end :]}"
+    # comments behind the last value stay with it
+    after = _AFTER_VALUE.match(text, last.end)
+    assert after is not None
+    space = " "
+    if not indent.strip():
+        space = f"\n{indent}"
+    elif "//" in after["comments"]:
+        space = "\n"
+    return f"{text[: last.end]},{after['comments']}{space}{entry}{after['comma']}{text[after.end() :]}"
 
 
 def _removed(text: str, is_yaml: bool, key: Key) -> str:

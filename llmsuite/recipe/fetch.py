@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 from llmsuite.base.errors import RecipeError, UserError
@@ -19,14 +18,14 @@ from llmsuite.recipe.shape import base_named
 
 
 def fetch_names(
-    plan: RunPlan, registry: Registry, report: Report, resume: bool = False, loads_model: bool = True
+    loaded: LoadedRecipe, registry: Registry, report: Report, resume: bool = False, loads_model: bool = True
 ) -> RunPlan:
-    """Download everything that a plan names on a hub and return the plan with commits instead of branches.
+    """Download everything that a recipe names on a hub, and return its plan with commits instead of branches.
 
     The config of the model is downloaded first, so that the recipe is checked against it before the weights are.
 
     Args:
-        plan: plan of the run.
+        loaded: recipe of the run, with valid rules; it gets the commits.
         registry: registered stages, families and devices.
         report: called with a line of text for each download.
         resume: use the commits that the interrupted run has recorded.
@@ -35,30 +34,30 @@ def fetch_names(
     Raises:
         RecipeError: a download failed, or the model does not fit the recipe.
     """
-    names = hub_names(plan.recipe)
-    if not names:
-        return plan
+    names = hub_names(loaded.recipe)
     if resume:
-        _pin_recorded(plan.output_dir / "recipe.json", plan.loaded, names)
+        _pin_recorded(Path(loaded.recipe.output_dir) / "recipe.json", loaded, names)
     for named in names:
         if named.want is Want.MODEL:
             first = Want.CONFIG if loads_model else Want.TOKENIZER
-            _fetch(plan.loaded, named, first, report)
-    plan = dataclasses.replace(resolve(plan.loaded, registry), smoke_of=plan.smoke_of)
+            _fetch(loaded, named, first, report)
+    plan = resolve(loaded, registry)
+    if not names:
+        return plan
     for named in names:
         if named.want is Want.ROWS:
-            _pin_rows(plan.loaded, named, report)
+            _pin_rows(loaded, named, report)
         elif named.want is Want.TOKENIZER or loads_model:
-            _fetch(plan.loaded, named, named.want, report)
+            _fetch(loaded, named, named.want, report)
     if loads_model and not plan.train.stage.trains and plan.model.weights is not None:
-        base = base_named(resolve(plan.loaded, registry).model.weights or plan.model.weights)
+        base = base_named(resolve(loaded, registry).model.weights or plan.model.weights)
         if base is not None:
             try:
                 fetch_named(base, Want.MODEL, report)
             except UserError as error:
                 message = f"the model of its adapters, {base}, cannot be fetched: {error}"
-                raise RecipeError([plan.loaded.problem("model.weights", message)]) from error
-    return dataclasses.replace(resolve(plan.loaded, registry), smoke_of=plan.smoke_of)
+                raise RecipeError([loaded.problem("model.weights", message)]) from error
+    return resolve(loaded, registry)
 
 
 def _fetch(loaded: LoadedRecipe, named: HubReference, want: Want, report: Report) -> None:

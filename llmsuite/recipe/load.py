@@ -25,6 +25,7 @@ from llmsuite.base.redaction import SECRETS
 from llmsuite.base.suggestions import final_suggestion
 from llmsuite.contract.registry import Registry, left_out
 from llmsuite.contract.schema import keys as recipe_keys
+from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.contract.schema.lora import LoraSection
 from llmsuite.contract.schema.recipe import ModelSection, Recipe, device_numbers
 from llmsuite.contract.schema.section import Section, keys_in_vain, violated_rules
@@ -52,6 +53,8 @@ class LoadedRecipe:
     origins: dict[Key, str]
     """Position of each given key: `FILE:LINE:COLUMN`, or the override."""
     name: str
+    smoke_of: Degrees | None = None
+    """Degrees of the original recipe in a `--smoke` run; None in other runs."""
 
     def origin(self, key: Key) -> str:
         """Return the position of a key, or of the nearest section that contains it."""

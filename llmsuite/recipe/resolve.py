@@ -50,12 +50,14 @@ class RunPlan:
     parallel: ParallelPlan
     train: TrainPlan
     output_dir: Path
-    smoke_of: Degrees | None = None
-    """Degrees of the original recipe in a `--smoke` run; None in other runs."""
 
     @property
     def recipe(self) -> Recipe:
         return self.loaded.recipe
+
+    @property
+    def smoke_of(self) -> Degrees | None:
+        return self.loaded.smoke_of
 
     def check_files(self, loads_data: bool = True, loads_model: bool = True) -> None:
         """Raise RecipeError with every missing file that this process needs, and how to get it.
@@ -454,4 +456,5 @@ def plan_run(
     loaded = load(path, overrides, registry, layers=[*lengths, *layers])
     small = load(path, overrides, registry, layers=[("--smoke", smoke_layer(loaded, registry)), *layers])
     apply_pins(small)
-    return dataclasses.replace(resolve(small, registry), smoke_of=degrees_of(loaded.recipe))
+    small.smoke_of = degrees_of(loaded.recipe)
+    return resolve(small, registry)

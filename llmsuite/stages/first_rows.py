@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite.base.errors import Problem, RecipeError, UserError
+from llmsuite.base.files import read_json_object
 from llmsuite.base.redaction import Url, redacted
 from llmsuite.base.safe_files import is_file
+from llmsuite.checkpoint.tokenizer_files import vocabulary_ids
 from llmsuite.contract.registry import BUILTIN, Registry
 from llmsuite.contract.schema.columns import columns_of
 from llmsuite.contract.schema.recipe import environment_of
@@ -74,7 +76,7 @@ def check_rows(
         Notes about files that were not checked.
 
     Raises:
-        RecipeError: with all problems of the first rows for which a run would stop.
+        RecipeError: with all problems of the first rows for which a run would stop, and of `rollout.stop`.
     """
     problems: list[Problem] = []
     notes: list[str] = []
@@ -88,9 +90,25 @@ def check_rows(
             notes.append(f"{key}: not checked: {redacted(given)}, which `llmsuite run` fetches")
         else:
             problems += checker.problems(key, given, path)
+    problems += _stop_problems(loaded, train_plan, tokenizer)
     if problems:
         raise RecipeError(list(dict.fromkeys(problems)))
     return notes
+
+
+def _stop_problems(loaded: LoadedRecipe, train_plan: TrainPlan, tokenizer: Path | None) -> Iterator[Problem]:
+    """The texts of `rollout.stop` that are no tokens of a tokenizer whose tokenizer.json is available locally; others
+    are found when rollouts start."""
+    if train_plan.rollout is None or not train_plan.rollout.stop or tokenizer is None:
+        return
+    file = tokenizer / "tokenizer.json"
+    if not is_file(file):
+        return
+    known = vocabulary_ids(read_json_object(file))
+    known |= {entry.text: entry.id for entry in read_token_files(tokenizer).added}
+    for text in train_plan.rollout.stop:
+        if text not in known:
+            yield loaded.problem("rollout.stop", f"{text!r} is no token of the vocabulary of {tokenizer}")
 
 
 def unread_columns(

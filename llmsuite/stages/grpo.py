@@ -177,7 +177,7 @@ class GrpoStage(CompletionStage, AsyncRolloutStage[Any]):
         train_rewards = rewards.copy()
         if self._is_dynamic:
             train_rewards[~sampled.is_useful] = np.nan
-            metrics["groups/drawn"] = len(scored.groups)
+            metrics["groups/sampled"] = len(scored.groups)
             metrics["groups/missing"] = sampled.num_missing
         train_rewards = train_rewards[picked]
         number = np.repeat(np.arange(len(train_rewards)), train_rewards.shape[1])

@@ -90,7 +90,7 @@ class OnlineDpoStage(CompletionStage):
         metrics["pairs/tied"] = float((tied & (known >= 2)).mean())
         metrics["pairs/reward_margin"] = _mean_margin(rewards, best, worst, ~tied)
         if self._is_dynamic:
-            metrics["groups/drawn"] = len(scored.groups)
+            metrics["groups/sampled"] = len(scored.groups)
             metrics["groups/missing"] = sampled.num_missing
         self._check_signal(step, bool(tied.all()))
         pairs = [

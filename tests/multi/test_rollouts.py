@@ -154,9 +154,9 @@ def test_a_resumed_run_equals_one_that_was_never_stopped(runner: Runner, failed:
 def test_other_prompts_take_the_place_of_those_without_a_signal(runner: Runner, failed: dict[str, str]) -> None:
     taken = 0
     records = runner.metrics("dynamic")
-    epoch = records[0]["groups/drawn"] / records[0]["epoch"]
+    epoch = records[0]["groups/sampled"] / records[0]["epoch"]
     for record in records:
-        taken += record["groups/drawn"]
+        taken += record["groups/sampled"]
         assert record["epoch"] == pytest.approx(taken / epoch)
         assert record["groups/without_signal"] < 1
     assert taken > STEPS * 8

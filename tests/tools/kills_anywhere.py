@@ -229,7 +229,7 @@ class Rounds:
 
     def check_nothing_stale(self, run: Path) -> None:
         """Raise Wrong where a run that has ended leaves a lock that is held, or files that only a writer needs."""
-        patterns = ("*.tmp", "*.old", "*.fetched", "*.part", ".machine-*")
+        patterns = ("*.tmp", "*.llmsuite-old", "*.fetched", "*.part", ".machine-*")
         stale = [str(path.relative_to(run)) for pattern in patterns for path in run.rglob(pattern)]
         stale += [path.name for path in self.temporary.glob("llmsuite-*") if time.time() - path.stat().st_mtime > 1800]
         with open(run / ".lock", "rb") as lock:

@@ -187,7 +187,7 @@ def add_prefixes(
         for kind, shape in prefix_shapes(tokens, width, attention.head_size, network_size).items():
             setattr(attention, kind, attention.create_parameter(list(shape), is_bias=len(shape) == 1))
         if not generates:
-            attention.core = PrefixedCore(attention, network)
+            attention.use_core(PrefixedCore(attention, network))
             attention.rounds_activations = False  # prefixes are float32, and are concatenated with keys and values
     if generates:
         model.input_form = StoredPrefixInputs()

@@ -21,7 +21,7 @@ from llmsuite.models.deepseek.config import DeepSeekConfig
 from llmsuite.models.exact import has_hooks
 from llmsuite.models.experts import Experts
 from llmsuite.models.linear import is_matrix, is_plain_linear
-from llmsuite.models.moe import DenseLayer, Gate, MoE, MoELayer, MoELM, MTPLayer
+from llmsuite.models.moe import Gate, LayerWithoutExperts, MoE, MoELayer, MoELM, MTPLayer
 from llmsuite.models.mtp import num_layers
 
 _LATENT_EPS = 1e-6
@@ -177,7 +177,7 @@ def _layer(config: DeepSeekConfig, ops: Ops, number: int) -> DecoderLayer:
     """Latent attention, and experts or a gated MLP."""
     around = _norm(config, ops), Attention(config, ops), _norm(config, ops)
     if not config.has_experts(number):
-        return DenseLayer(*around, GatedMLP(config.hidden_size, config.intermediate_size, ops))
+        return LayerWithoutExperts(*around, GatedMLP(config.hidden_size, config.intermediate_size, ops))
     experts = Experts(config.n_routed_experts, config.hidden_size, config.moe_intermediate_size, ops)
     shared = GatedMLP(config.hidden_size, config.shared_size, ops)
     mixture = MoE(DeepSeekGate(config), experts, shared)

@@ -1,15 +1,18 @@
 """Shard plan of DeepSeek for tensor and sequence parallelism. Imports no Paddle.
 
-Heads are sharded; compressed queries, keys and values are replicated. Each rank has some of the routed experts; other
-MLPs are sharded along their width.
+As of a dense decoder, but for its attention: heads are sharded; compressed queries, keys and values are replicated.
+Each rank has some of the routed experts; the shared ones are sharded along their width.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from llmsuite.models.deepseek.config import DeepSeekConfig
-from llmsuite.models.shard_plan import ShardPlan, indivisible
+from llmsuite.models.dense_plan import WITHOUT_MLP_BIASES as DENSE
+from llmsuite.models.dense_plan import expert_dims
+from llmsuite.models.shard_plan import indivisible
 
 
 def _problems(config: DeepSeekConfig, tp: int) -> Iterator[str]:
@@ -22,28 +25,16 @@ def _problems(config: DeepSeekConfig, tp: int) -> Iterator[str]:
     return indivisible(sizes, tp)
 
 
-PLAN = ShardPlan(
+PLAN = dataclasses.replace(
+    DENSE,
     shard_dims=(
-        ("model.embed_tokens.weight", 0),
+        *(entry for entry in DENSE.shard_dims if ".self_attn." not in entry[0]),
         ("model.layers.*.self_attn.q_proj.weight", 1),
         ("model.layers.*.self_attn.q_b_proj.weight", 1),
         ("model.layers.*.self_attn.kv_b_proj.weight", 1),
         ("model.layers.*.self_attn.o_proj.weight", 0),
-        ("model.layers.*.mlp.gate_proj.weight", 1),
-        ("model.layers.*.mlp.up_proj.weight", 1),
-        ("model.layers.*.mlp.down_proj.weight", 0),
-        ("model.layers.*.mlp.experts.*_proj.weight", 0),
-        ("model.layers.*.mlp.shared_experts.gate_proj.weight", 1),
-        ("model.layers.*.mlp.shared_experts.up_proj.weight", 1),
-        ("model.layers.*.mlp.shared_experts.down_proj.weight", 0),
-        ("lm_head.weight", 1),
+        *expert_dims("shared_experts"),
     ),
-    embedding="model.embed_tokens",
-    tp_regions=("model.layers.*.self_attn", "model.layers.*.mlp"),
-    layers="model.layers",
-    first=("model.embed_tokens",),
-    last=("model.norm", "lm_head", "score"),
-    last_norm="model.norm",
     problems=_problems,
     experts="model.layers.*.mlp.experts",
     num_experts="n_routed_experts",

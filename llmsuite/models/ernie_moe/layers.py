@@ -7,7 +7,7 @@ from llmsuite.devices.ops import Ops
 from llmsuite.models.blocks import Attention, DecoderLayer, GatedMLP, RMSNorm
 from llmsuite.models.ernie_moe.config import ErnieMoeConfig
 from llmsuite.models.experts import Experts
-from llmsuite.models.moe import DenseLayer, Gate, MoE, MoELayer, MoELM
+from llmsuite.models.moe import Gate, LayerWithoutExperts, MoE, MoELayer, MoELM
 
 
 class ErnieGate(Gate):
@@ -31,7 +31,7 @@ def _layer(config: ErnieMoeConfig, ops: Ops, number: int) -> DecoderLayer:
         RMSNorm(config.hidden_size, config.rms_norm_eps, ops),
     )
     if not config.has_experts(number):
-        return DenseLayer(*around, GatedMLP(config.hidden_size, config.intermediate_size, ops))
+        return LayerWithoutExperts(*around, GatedMLP(config.hidden_size, config.intermediate_size, ops))
     experts = Experts(config.moe_num_experts, config.hidden_size, config.moe_intermediate_size, ops)
     shared = GatedMLP(config.hidden_size, config.shared_size, ops) if config.shared_size else None
     return MoELayer(*around, MoE(ErnieGate(config), experts, shared))

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from llmsuite.models.dense_plan import WITHOUT_MLP_BIASES as DENSE
+from llmsuite.models.dense_plan import expert_dims
 from llmsuite.models.ernie_moe.config import ErnieMoeConfig
 from llmsuite.models.shard_plan import indivisible
 
@@ -26,10 +27,7 @@ PLAN = dataclasses.replace(
     DENSE,
     shard_dims=(
         *(entry for entry in DENSE.shard_dims if not entry[0].endswith(".bias")),
-        ("model.layers.*.mlp.experts.*_proj.weight", 0),
-        ("model.layers.*.mlp.shared_experts.gate_proj.weight", 1),
-        ("model.layers.*.mlp.shared_experts.up_proj.weight", 1),
-        ("model.layers.*.mlp.shared_experts.down_proj.weight", 0),
+        *expert_dims("shared_experts"),
     ),
     problems=_problems,
     experts="model.layers.*.mlp.experts",

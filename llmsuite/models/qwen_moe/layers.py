@@ -9,7 +9,7 @@ from llmsuite.base.typing import Tensor
 from llmsuite.devices.ops import Ops
 from llmsuite.models.blocks import Attention, DecoderLayer, GatedMLP, RMSNorm, linear
 from llmsuite.models.experts import Experts
-from llmsuite.models.moe import DenseLayer, Gate, MoE, MoELayer, MoELM
+from llmsuite.models.moe import Gate, LayerWithoutExperts, MoE, MoELayer, MoELM
 from llmsuite.models.qwen_moe.config import QwenMoeConfig
 
 
@@ -39,7 +39,7 @@ def _layer(config: QwenMoeConfig, ops: Ops, number: int) -> DecoderLayer:
         RMSNorm(config.hidden_size, config.rms_norm_eps, ops),
     )
     if not config.has_experts(number):
-        return DenseLayer(*around, GatedMLP(config.hidden_size, config.intermediate_size, ops))
+        return LayerWithoutExperts(*around, GatedMLP(config.hidden_size, config.intermediate_size, ops))
     gate = Gate(config.hidden_size, config.num_experts, config.num_experts_per_tok, config.norm_topk_prob)
     experts = Experts(config.num_experts, config.hidden_size, config.moe_intermediate_size, ops)
     if not config.shared_size:

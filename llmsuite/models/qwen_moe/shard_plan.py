@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from llmsuite.models.dense_plan import WITHOUT_MLP_BIASES as DENSE
+from llmsuite.models.dense_plan import expert_dims
 from llmsuite.models.qwen_moe.config import QwenMoeConfig
 from llmsuite.models.shard_plan import indivisible
 
@@ -26,10 +27,7 @@ PLAN = dataclasses.replace(
     DENSE,
     shard_dims=(
         *DENSE.shard_dims,
-        ("model.layers.*.mlp.experts.*_proj.weight", 0),
-        ("model.layers.*.mlp.shared_expert.gate_proj.weight", 1),
-        ("model.layers.*.mlp.shared_expert.up_proj.weight", 1),
-        ("model.layers.*.mlp.shared_expert.down_proj.weight", 0),
+        *expert_dims("shared_expert"),
     ),
     problems=_problems,
     experts="model.layers.*.mlp.experts",

@@ -81,7 +81,7 @@ def run(args: Any, registry: Registry) -> int:
     degrees = plan.parallel.degrees
     ranks = ranks_to_rehearse(args.ranks, degrees)
     memory = None if args.hardware is None else int(figures_of(args.hardware).memory)
-    plan = fetch_names(plan, registry, lambda text: print(text, file=sys.stderr), loads_model=False)
+    plan = fetch_names(plan.loaded, registry, lambda text: print(text, file=sys.stderr), loads_model=False)
     plan.check_files(loads_model=False)
     plan.parallel.device.factory().rank_environment(0)  # builds the device once, and says so
     with scratch_directory("llmsuite-rehearse-") as scratch:
@@ -283,13 +283,20 @@ def run_rank_of(plan: RunPlan, registry: Registry, routing: Routing, hardware: s
 
     directory = Path(os.environ[_DIRECTORY])
     start_paddle(plan.parallel.device.factory(), 1, join=True)
-    from llmsuite.engine.rehearsal import Sent
-    from llmsuite.plugins.rehearse.rank import run_rank
+    from llmsuite.engine.rehearsal import Sent, StepObserver, rehearse_steps
+    from llmsuite.plugins.rehearse.rank import NUM_STEPS, run_rank
 
     sent = Sent.from_json(json.loads((directory / "sent.json").read_text(encoding="utf-8")))
     # nothing is written into the directory of the recipe: a run may lie there
     plan = dataclasses.replace(plan, output_dir=directory / "output")
-    return run_rank(plan, registry, directory, sent, routing, None if hardware is None else figures_of(hardware))
+
+    def rehearse(observer: StepObserver) -> Sent:
+        return rehearse_steps(plan, registry, NUM_STEPS, observer, sent, routing)
+
+    device = None
+    if hardware is not None:
+        device = figures_of(hardware)
+    return run_rank(rehearse, plan.model, plan.parallel, plan.train, directory, routing, device)
 
 
 COMMAND = Command(

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,15 @@ import paddle
 
 import llmsuite
 from llmsuite.base import spans
-from llmsuite.contract.registry import Registry
 from llmsuite.engine.model_flops import ModelFlops, StepWork
-from llmsuite.engine.rehearsal import Routing, Sent, StepObserver, rehearse_steps
+from llmsuite.engine.rehearsal import Routing, Sent, StepObserver
 from llmsuite.planning.cost import Hardware
 from llmsuite.plugins.rehearse import records as kinds
 from llmsuite.plugins.rehearse.library import loaded_library, reserved_bytes
 from llmsuite.plugins.rehearse.pipeline_times import PassMarks, stage_times
 from llmsuite.plugins.rehearse.records import Places, parse_alive, parse_records, summary
 from llmsuite.plugins.rehearse.timeline import figures, play, trace_events
-from llmsuite.recipe.resolve import RunPlan
+from llmsuite.recipe.plans import ModelPlan, ParallelPlan, TrainPlan
 
 NUM_STEPS = 3
 """The first step makes what later ones keep; the second one is counted; the third one finds out what its peak of
@@ -134,40 +133,41 @@ class _Counter(StepObserver):
 
 
 def run_rank(
-    plan: RunPlan,
-    registry: Registry,
+    rehearse: Callable[[StepObserver], Sent],
+    model_plan: ModelPlan,
+    parallel_plan: ParallelPlan,
+    train_plan: TrainPlan,
     directory: Path,
-    sent: Sent,
     routing: Routing,
     device: Hardware | None = None,
 ) -> int:
-    """Rehearse the rank of this process.
+    """Rehearse the rank of this process, and write a report.
 
     Args:
-        plan: plan of the run.
-        registry: registered stages and model families.
+        rehearse: calls `rehearse_steps` for `NUM_STEPS` steps.
+        model_plan: of the run, as the other plans.
+        parallel_plan: its parallelism.
+        train_plan: its training.
         directory: `report.json` is written there, and `trace.json` with the events of `timeline.trace_events`.
-        sent: see `rehearse_steps`.
         routing: of tokens to experts.
         device: figures by which times are predicted; None for no times.
 
     Returns:
         The exit code: 1 where it did not reach the end of a step.
     """
-    plan.parallel.device.factory().activate(0)  # before the first record
-    model_flops = ModelFlops.from_plans(plan.model, plan.parallel, plan.train)
-    counter = _Counter(directory, device, plan.parallel.devices_per_machine, model_flops)
+    parallel_plan.device.factory().activate(0)  # before the first record
+    model_flops = ModelFlops.from_plans(model_plan, parallel_plan, train_plan)
+    counter = _Counter(directory, device, parallel_plan.devices_per_machine, model_flops)
     code = 0
     try:
-        own = rehearse_steps(plan, registry, NUM_STEPS, counter, sent, routing)
-        counter.report["sent"] = dataclasses.asdict(own)
+        counter.report["sent"] = dataclasses.asdict(rehearse(counter))
     except Exception as error:
         counter.failed(error)
         code = 1
-    if plan.model.shard_plan.gates:
+    if model_plan.shard_plan.gates:
         counter.report["routing"] = routing
-    if plan.train.profile.updates:
-        counter.report["completion_length"] = plan.train.rollout.max_completion_length
+    if train_plan.profile.updates:
+        counter.report["completion_length"] = train_plan.rollout.max_completion_length
     counter.report["rank"] = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
     counter.report["resident_bytes"] = _resident_bytes()
     (directory / "report.json").write_text(json.dumps(counter.report), encoding="utf-8")

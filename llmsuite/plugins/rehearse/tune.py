@@ -171,7 +171,7 @@ def _rehearse(args: Any, words: Sequence[str], registry: Registry) -> Rehearsed:
     from llmsuite.plugins.rehearse.show_tuned import Rehearsed
 
     plan = plan_to_rehearse(args.recipe, words, registry)
-    plan = fetch_names(plan, registry, _say, loads_model=False)
+    plan = fetch_names(plan.loaded, registry, _say, loads_model=False)
     plan.check_files(loads_model=False)
     plan.parallel.device.factory().rank_environment(0)  # builds the device once, and says so
     device = figures_of(args.hardware)

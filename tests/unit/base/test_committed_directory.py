@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from llmsuite.base.errors import UserError
-from llmsuite.base.files import broken_file, committed_directory, resumable_directory
+from llmsuite.base.files import REPLACED, backup_path, broken_file, committed_directory, resumable_directory
 from llmsuite.base.locks import LOCK
 from llmsuite.checkpoint.directory import remove_unfinished
 from tests.support.os_steps import OsSteps, write
@@ -41,7 +41,7 @@ def one_there(root: Path) -> None:
 
 def leftovers_of_a_kill(root: Path) -> None:
     write(root, "old")
-    for name in ("step-1.tmp", "step-1.old"):
+    for name in ("step-1.tmp", f"step-1{REPLACED}"):
         (root / name).mkdir()
         (root / name / "half").write_text("written")
 
@@ -184,7 +184,7 @@ def test_everything_is_on_disk_before_it_becomes_visible(steps: OsSteps, tmp_pat
     )
     assert f"os.fsync {root / 'step-1.tmp'}" in seen[:visible]
     # the old one is deleted only once the new name is on disk too
-    assert seen.index(f"os.fsync {root}") < seen.index(f"open {root / 'step-1.old'}")
+    assert seen.index(f"os.fsync {root}") < seen.index(f"open {backup_path(root / 'step-1')}")
     assert seen.index(f"os.fsync {root / 'latest.tmp'}") < seen.index(f"os.rename {root / 'latest.tmp'}")
     assert seen[-1] == f"os.fsync {root}"
 
@@ -246,6 +246,15 @@ def test_links_and_files_in_the_way_are_kept(writes: Any, tmp_path: Path) -> Non
             pass
     assert (tmp_path / "mine" / "weights").read_text() == "of last week"
     assert (tmp_path / "other.tmp").read_text() == (tmp_path / "other.part").read_text() == "notes"
+
+
+def test_a_directory_of_the_user_is_kept_where_an_output_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "step-1.old").mkdir()
+    (tmp_path / "step-1.old" / "weights").write_text("of last week")
+    for text in ("first", "second"):
+        write(tmp_path, text)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-1", "step-1.old"]
+    assert (tmp_path / "step-1.old" / "weights").read_text() == "of last week"
 
 
 def test_what_a_killed_process_has_left_is_replaced(tmp_path: Path) -> None:

@@ -15,7 +15,14 @@ import pytest
 from llmsuite.base import locks
 from llmsuite.base.cache import locked
 from llmsuite.base.errors import UserError
-from llmsuite.base.files import broken_file, check_intact, committed_checkpoint, committed_directory, write_text_atomic
+from llmsuite.base.files import (
+    REPLACED,
+    broken_file,
+    check_intact,
+    committed_checkpoint,
+    committed_directory,
+    write_text_atomic,
+)
 from llmsuite.base.locks import OpenDirectory, empty_directory, is_locked, lock_directory, scratch_directory
 from llmsuite.checkpoint.directory import name_latest, remove_unfinished
 
@@ -120,7 +127,7 @@ def test_what_is_in_the_way_is_removed_and_not_followed(tmp_path: Path, put: Cal
     root.mkdir()
     precious.mkdir()
     (precious / "file").write_text("kept")
-    names = ("latest.tmp", "step-7.tmp", "step-8.tmp", "step-8.old")
+    names = ("latest.tmp", "step-7.tmp", "step-8.tmp", f"step-8{REPLACED}")
 
     def obstruct() -> None:
         for name in names:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from llmsuite.base.errors import UserError
-from llmsuite.checkpoint.awq import unpacked
+from llmsuite.checkpoint.awq import AwqFormat
 from llmsuite.checkpoint.model_dir import open_model
 from tests.support.awq_files import packed, publish
 from tests.support.gptq_files import CONFIG
@@ -20,9 +20,10 @@ _LAYER = "model.layers.0.mlp.up_proj"
 
 def test_codes_are_in_the_order_of_autoawq() -> None:
     """`AWQ_REVERSE_ORDER`: the lowest 4 bits are output 0, the next ones output 2."""
-    assert unpacked(np.array([[0x21]], "int32")).tolist() == [[1, 0, 2, 0, 0, 0, 0, 0]]
+    form = AwqFormat()
+    assert form.unpack(np.array([[0x21]], "int32"), 1).tolist() == [[1, 0, 2, 0, 0, 0, 0, 0]]
     codes = np.random.default_rng(0).integers(0, 16, (5, 24))
-    assert np.array_equal(unpacked(packed(codes)), codes)
+    assert np.array_equal(form.unpack(packed(codes), 1), codes)
 
 
 @pytest.mark.parametrize("group", [16, 32, -1])

@@ -14,7 +14,7 @@ import paddle
 import pytest
 
 from llmsuite.base.errors import UserError
-from llmsuite.base.files import broken_file
+from llmsuite.base.files import backup_path, broken_file
 from llmsuite.checkpoint.directory import find_latest, list_steps, remove_unfinished
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.checkpoint.save import CheckpointJob
@@ -176,10 +176,10 @@ def test_damaged_later_checkpoints_do_not_displace_the_new_one(tmp_path: Path) -
 def test_remove_unfinished_deletes_partial_and_restores_replaced_checkpoints(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         quick_save(tmp_path, step, keep_last=3)
-    (tmp_path / "step-2").rename(tmp_path / "step-2.old")  # killed between the two renames
-    shutil.copytree(tmp_path / "step-2.old", tmp_path / "step-2.tmp")
-    shutil.copytree(tmp_path / "step-3", tmp_path / "step-3.old")  # killed before the old one was deleted
-    (tmp_path / "step-3.old" / "state.json").unlink()
+    (tmp_path / "step-2").rename(backup_path(tmp_path / "step-2"))  # killed between the two renames
+    shutil.copytree(backup_path(tmp_path / "step-2"), tmp_path / "step-2.tmp")
+    shutil.copytree(tmp_path / "step-3", backup_path(tmp_path / "step-3"))  # killed before the old one was deleted
+    (backup_path(tmp_path / "step-3") / "state.json").unlink()
     (tmp_path / "step-4.tmp").mkdir()
     remove_unfinished(tmp_path)
     assert names(tmp_path) == {"step-1", "step-2", "step-3", "latest"}

@@ -53,7 +53,8 @@ def test_comments_stay_where_they_are() -> None:
   "model": {"family": "llama"}, /* of ours, "here" */
   "parallel": {
     "sharding": "stage2", // as in the paper, {2}
-    "pipeline_parallel_degree": 4, // in a machine
+    // in a machine
+    "pipeline_parallel_degree": 4,
   },
   "url": "http://a.b/c,}",
   "engine": {"recompute": "full"},
@@ -83,6 +84,23 @@ def test_comments_of_what_follows_stay() -> None:
     assert edited(text, "a.yaml", {("p", "q"): REMOVE}) == text.replace("p:\n  q: 2\n", "")
     text = '{\n  "a": 1, // about a\n  "b": 2\n}\n'
     assert edited(text, "a.jsonc", {("b",): REMOVE}) == '{\n  "a": 1 // about a\n}\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{\n  "a": 1 // of a\n}\n', '{\n  "a": 1, // of a\n  "b": 2\n}\n'),
+        ('{\n  "a": 1, /* of\n a */ // too\n}\n', '{\n  "a": 1, /* of\n a */ // too\n  "b": 2,\n}\n'),
+        ('{\n  "a": 1\n  // of nothing\n}\n', '{\n  "a": 1,\n  "b": 2\n  // of nothing\n}\n'),
+        ('{"a": 1 /* of a */}', '{"a": 1, /* of a */ "b": 2}'),
+        ('{"a": 1 // of a\n}', '{"a": 1, // of a\n"b": 2\n}'),
+    ],
+)
+def test_a_comment_behind_the_last_value_stays_with_it(tmp_path: Path, text: str, expected: str) -> None:
+    found = edited(text, "a.jsonc", {("b",): 2})
+    assert found == expected
+    (tmp_path / "a.jsonc").write_text(found)
+    assert read_document(tmp_path / "a.jsonc").value == {"a": 1, "b": 2}
 
 
 @pytest.mark.parametrize(("name", "text"), [("a.yaml", "a: 1\np:\n"), ("a.json", '{"a": 1, "p": null}')])

@@ -224,6 +224,16 @@ def test_columns_that_rewards_need(refused: Refused) -> None:
     assert refused("grpo", "--data.train=a.jsonl") == [], "some rows may lack it"
 
 
+def test_texts_that_end_completions_are_tokens(refused: Refused) -> None:
+    write("a.jsonl", PROMPT)
+    words = ("grpo", "--data.train=a.jsonl")
+    ((key, message),) = refused(*words, '--rollout.stop=["<|of another|>"]')
+    assert key == "rollout.stop"
+    assert message == f"'<|of another|>' is no token of the vocabulary of {bundled('data') / 'tokenizer'}"
+    eos = TextTokenizer(bundled("data") / "tokenizer").special_tokens["eos_token"]
+    assert refused(*words, f"--rollout.stop={json.dumps([eos])}") == []
+
+
 def test_a_template_that_refuses_the_turns(refused: Refused) -> None:
     shutil.copytree(bundled("data") / "tokenizer", "mine")
     config = json.loads(Path("mine/tokenizer_config.json").read_text())

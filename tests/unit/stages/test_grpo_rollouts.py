@@ -148,8 +148,8 @@ def test_prompts_without_a_signal_are_replaced_by_the_next_ones(registry: Regist
     assert stream.calls == [([1, 2, 3], 0), ([4, 5, 6], 3)]  # one of three had a signal: six for two, three at most
     assert [sample.completions[0].prompt_ids for sample in rolled.samples] == [(2,), (5,), (6,)]
     assert all(sample.is_trained.all() and advantages_of(sample).any() for sample in rolled.samples)
-    named = {name: rolled.metrics[f"groups/{name}"] for name in ("without_signal", "drawn", "missing")}
-    assert named == {"without_signal": 0.5, "drawn": 6, "missing": 0}
+    named = {name: rolled.metrics[f"groups/{name}"] for name in ("without_signal", "sampled", "missing")}
+    assert named == {"without_signal": 0.5, "sampled": 6, "missing": 0}
     assert rolled.metrics["reward"] == pytest.approx((2 + 1 + 2 + 0 + 1 + 1) / 12)
     assert [row["group"] for row in rolled.completions[::2]] == [0, 1, 2, 3, 4, 5]
     assert [row["advantage"] != 0 for row in rolled.completions[::2]] == [False, True, False, False, True, True]
@@ -161,14 +161,14 @@ def test_rounds_are_bounded_and_what_is_missing_is_counted(registry: Registry) -
     rolled = _sampled(registry, stream, [1, 2], "--rollout.max_rounds=2")
     assert [prompts for prompts, _ in stream.calls] == [[1, 2], [3, 4]]
     assert [sample.is_trained.tolist() for sample in rolled.samples] == [[False, False], [True, True]]
-    assert (rolled.metrics["groups/missing"], rolled.metrics["groups/drawn"]) == (1, 4)
+    assert (rolled.metrics["groups/missing"], rolled.metrics["groups/sampled"]) == (1, 4)
     assert stage(registry).collate(rolled.samples)["weight"] == 6  # tokens of one group
 
 
 def test_rewards_may_be_missing_of_a_step_not_of_a_round(registry: Registry) -> None:
     rewards = {1: [1.0, 0.0], 2: [1.0, 1.0], 3: [1.0, np.nan], 4: [1.0, 0.0]}
     rolled = _sampled(registry, Stream(rewards, [3, 4]), [1, 2], "--reward.max_failed=0.15")
-    assert rolled.metrics["groups/drawn"] == 4
+    assert rolled.metrics["groups/sampled"] == 4
     with pytest.raises(UserError, match=r"reward\.max_failed"):
         _sampled(registry, Stream(rewards, [3, 4]), [1, 2], "--reward.max_failed=0.12")
 

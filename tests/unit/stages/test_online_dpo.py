@@ -90,7 +90,7 @@ def test_other_prompts_replace_ties(registry: Registry) -> None:
     rolled = made.roll_out(1, [RolloutPrompt((1,)), RolloutPrompt((2,))], stream)  # type: ignore[arg-type]
     assert [pair.chosen.prompt_ids for pair in rolled.samples] == [(2,), (3,)]
     assert [(pair.chosen.number, pair.is_trained) for pair in rolled.samples] == [(1, True), (0, True)]
-    assert rolled.metrics["groups/drawn"] == 3
+    assert rolled.metrics["groups/sampled"] == 3
 
 
 def test_a_run_of_ties_stops(registry: Registry) -> None:

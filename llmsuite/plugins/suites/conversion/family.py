@@ -58,6 +58,8 @@ _MODEL_TYPES = (
 _QUANTISED = re.compile(r"-(gptq(-int[48])?|awq)(?=/?$)", re.IGNORECASE)
 """End of the name of a published model whose matrices are stored in codes that are read here."""
 _SUFFIXES = re.compile(r"^meta-|-(instruct|thinking|chat|it|pt|hf|base|en|bf16|fp16)\b", re.IGNORECASE)
+_DATE = re.compile(r"(?<=^olmo-2)-\d{4}(?=-)")
+"""Month and day in names such as OLMo-2-1124-7B."""
 
 
 def is_quantised(model: str) -> bool:
@@ -114,4 +116,5 @@ def _type_in(config: Path) -> str | None:
 def preset_of(name: str, family: ModelFamily) -> str | None:
     """Return the preset with a model's name, without suffixes such as -instruct; None if there is none."""
     plain = _SUFFIXES.sub("", name.rstrip("/").rpartition("/")[2]).lower()
+    plain = _DATE.sub("", plain)
     return plain if plain in family.presets else None

@@ -79,7 +79,7 @@ def fetched(
     Path("rows.jsonl").write_bytes(ROWS)
 
     def fetch(mix: dict[str, float]) -> RunPlan:
-        return fetch_names(plan_run(write_recipe(small("sft", mix, model)), [], registry), registry, print)
+        return fetch_names(plan_run(write_recipe(small("sft", mix, model)), [], registry).loaded, registry, print)
 
     return fetch
 
