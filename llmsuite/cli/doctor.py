@@ -27,7 +27,6 @@ from llmsuite.cli.doctor_kernels import MESSAGES, show_kernels
 from llmsuite.cli.first_day import first_day
 from llmsuite.contract.registry import Registry
 from llmsuite.contract.schema.recipe import LaunchSection
-from llmsuite.contract.specs import Command
 from llmsuite.devices.variables import NUM_RANKS, RANK
 
 _OK = "ok"
@@ -456,11 +455,3 @@ def _plugins(registry: Registry) -> Iterator[Finding]:
     for info in registry.plugins:
         if info.error:
             yield _WARN, f"plugin {info.name}", f"{info.error.splitlines()[-1]}; see: llmsuite plugins info {info.name}"
-
-
-COMMAND = Command(
-    name="doctor",
-    help="check that this machine can run llmsuite, and how to fix it",
-    add_arguments=add_arguments,
-    run=run,
-)

@@ -1,4 +1,5 @@
-"""The command `llmsuite list WHAT`: lists registered things, bundled recipes, or the keys of a recipe."""
+"""The command `llmsuite list WHAT`: lists registered things, bundled recipes, or the keys of a recipe. It imports only
+what it lists."""
 
 from __future__ import annotations
 
@@ -10,11 +11,6 @@ from typing import Any, Literal
 from llmsuite.base.errors import UserError
 from llmsuite.base.resources import bundled
 from llmsuite.contract.registry import BUILTIN, Registry
-from llmsuite.contract.schema.chat_templates import NAMES
-from llmsuite.contract.schema.keys import walk
-from llmsuite.contract.specs import Command
-from llmsuite.devices.vendors import VENDORS
-from llmsuite.recipe.load import recipe_type
 
 _WHAT = Literal[
     "stages", "models", "recipes", "devices", "adapters", "formats", "loggers", "rewards", "environments", "engines",
@@ -35,6 +31,8 @@ def run(args: Any, registry: Registry) -> int:
     elif args.what == "recipes":
         rows = list(_recipes())
     elif args.what == "templates":
+        from llmsuite.contract.schema.chat_templates import NAMES
+
         rows = list(NAMES.items())
     else:
         kind = {
@@ -46,6 +44,8 @@ def run(args: Any, registry: Registry) -> int:
         specs = registry.specs(kind)
         rows = [(name, spec.help, registry.owner(kind, name).distribution) for name, spec in specs.items()]
         if args.what == "devices":
+            from llmsuite.devices.vendors import VENDORS
+
             others = [vendor for vendor in VENDORS if vendor.name not in specs]
             rows += [(vendor.name, f"{vendor.help}, with a plug-in for Paddle", BUILTIN) for vendor in others]
     widths = [max(map(len, column)) for column in zip(*rows)]
@@ -55,6 +55,9 @@ def run(args: Any, registry: Registry) -> int:
 
 
 def _keys(stage: str | None, family: str, registry: Registry) -> Iterator[tuple[str, str, str]]:
+    from llmsuite.contract.schema.keys import walk
+    from llmsuite.recipe.recipe_class import recipe_type
+
     tree: dict[str, Any] = {"model": {"family": family}}
     if stage:
         tree["stage"] = stage
@@ -85,12 +88,3 @@ def _recipes() -> Iterator[tuple[str, str, str, str]]:
             f"{devices} x {data.get('device', 'cpu')}",
             data.get("source", ""),
         )
-
-
-COMMAND = Command(
-    name="list",
-    help="list stages, models, recipes, devices, adapters, formats, loggers, rewards, environments, rollout engines, "
-    "layouts, suites, chat templates or recipe keys",
-    add_arguments=add_arguments,
-    run=run,
-)

@@ -9,8 +9,6 @@ from llmsuite.base.errors import UserError
 from llmsuite.base.extras import check_plot
 from llmsuite.cli.amounts import Unit, parse_amount
 from llmsuite.contract.registry import Registry
-from llmsuite.contract.specs import Command
-from llmsuite.recipe.resolve import plan_run
 
 _MAX_SHOWN = 10
 
@@ -42,6 +40,7 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.planning.estimate import estimate
     from llmsuite.planning.report import show_plan, show_search
     from llmsuite.planning.search import device_words, plan_for_search, search
+    from llmsuite.recipe.resolve import plan_run
 
     if args.plot is not None:
         if args.search:
@@ -92,12 +91,3 @@ def _amount(option: str, text: str | None, unit: Unit) -> float | None:
     if text is None:
         return None
     return parse_amount(option, text, unit)
-
-
-COMMAND = Command(
-    name="plan",
-    help="estimate memory, traffic and time of a run, without devices",
-    add_arguments=add_arguments,
-    run=run,
-    takes_overrides=True,
-)

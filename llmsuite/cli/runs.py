@@ -12,12 +12,11 @@ from llmsuite.base.arguments import Port
 from llmsuite.base.errors import UserError
 from llmsuite.base.redaction import printable
 from llmsuite.contract.registry import Registry
-from llmsuite.contract.specs import Command
 
 _COMPARED = ("loss", "eval/loss", "grad_norm", "ips_total", "avg_batch_cost", "avg_reader_cost", "peak_memory_bytes")
 
 
-def _add_arguments(parser: Any) -> None:
+def add_arguments(parser: Any) -> None:
     parser.add_argument(
         "action",
         type=Literal["list", "show", "compare"],
@@ -28,7 +27,7 @@ def _add_arguments(parser: Any) -> None:
     )
 
 
-def _run(args: Any, registry: Registry) -> int:
+def run(args: Any, registry: Registry) -> int:
     from llmsuite.observe.runs import find_runs, read_run
 
     paths = [Path(path) for path in args.runs]
@@ -97,12 +96,12 @@ def _print(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         print("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths)).rstrip())
 
 
-def _add_report_arguments(parser: Any) -> None:
+def report_arguments(parser: Any) -> None:
     parser.add_argument("runs", type=str, nargs="+", help="directories of runs; several are shown together")
     parser.add_argument("--png", action="store_true", help="also write each chart as report/NAME.png; needs matplotlib")
 
 
-def _report(args: Any, registry: Registry) -> int:
+def run_report(args: Any, registry: Registry) -> int:
     from llmsuite.observe.report import write_report
     from llmsuite.observe.runs import read_run
 
@@ -111,12 +110,12 @@ def _report(args: Any, registry: Registry) -> int:
     return 0
 
 
-def _add_watch_arguments(parser: Any) -> None:
+def watch_arguments(parser: Any) -> None:
     parser.add_argument("runs", type=str, nargs="+", help="directories of runs; several are shown together")
     parser.add_argument("--port", type=Port, default=8080, help="port on the loopback address; 0 for any free port")
 
 
-def _watch(args: Any, registry: Registry) -> int:
+def run_watch(args: Any, registry: Registry) -> int:
     from llmsuite.observe.watch import make_server
 
     with make_server([Path(path) for path in args.runs], args.port) as server:
@@ -125,10 +124,3 @@ def _watch(args: Any, registry: Registry) -> int:
             signal.signal(number, signal.default_int_handler)
         server.serve_forever()
     return 0
-
-
-RUNS = Command(name="runs", help="list, show or compare runs", add_arguments=_add_arguments, run=_run)
-REPORT = Command(name="report", help="write a report page of runs", add_arguments=_add_report_arguments, run=_report)
-WATCH = Command(
-    name="watch", help="serve a live page of running or finished runs", add_arguments=_add_watch_arguments, run=_watch
-)

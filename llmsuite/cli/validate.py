@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmsuite.base.errors import RecipeError, UserError
 from llmsuite.contract.registry import Registry
-from llmsuite.contract.specs import Command
-from llmsuite.recipe.elastic import check_min_nodes
-from llmsuite.recipe.notes import all_notes
-from llmsuite.recipe.plans import ParallelPlan, TrainPlan
-from llmsuite.recipe.resolve import plan_run
-from llmsuite.stages.first_rows import check_rows
+
+if TYPE_CHECKING:
+    from llmsuite.recipe.plans import ParallelPlan, TrainPlan
 
 
 def add_arguments(parser: Any) -> None:
@@ -22,6 +19,11 @@ def add_arguments(parser: Any) -> None:
 
 
 def run(args: Any, registry: Registry) -> int:
+    from llmsuite.recipe.elastic import check_min_nodes
+    from llmsuite.recipe.notes import all_notes
+    from llmsuite.recipe.resolve import plan_run
+    from llmsuite.stages.first_rows import check_rows
+
     failed = False
     for path in args.recipes:
         try:
@@ -65,12 +67,3 @@ def _rollout_size(train_plan: TrainPlan) -> str:
     longest = train_plan.rollout.max_completion_length
     steps = f"{updates} steps" if updates > 1 else "step"
     return f"; before each {steps}: {size * updates} prompts x {each} completions of up to {longest} tokens"
-
-
-COMMAND = Command(
-    name="validate",
-    help="check recipes without running them",
-    add_arguments=add_arguments,
-    run=run,
-    takes_overrides=True,
-)
