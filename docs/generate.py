@@ -26,7 +26,7 @@ from llmsuite.contract.schema.engine import ENGINE_RULES
 from llmsuite.contract.schema.keys import field_docs, walk
 from llmsuite.contract.schema.parallel import PARALLEL_RULES
 from llmsuite.contract.specs import CAPABILITIES
-from llmsuite.recipe.load import recipe_type
+from llmsuite.recipe.recipe_class import recipe_type
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.recipe.rules import RULES
 

@@ -1,5 +1,5 @@
-"""Built-in stages, model families, devices, formats and the like, registered through the hooks that plugins use. Does
-not import Paddle."""
+"""Built-in stages, model families, devices, formats and the like, registered through the hooks that plugins use. Each
+hook imports what it registers, without Paddle: a command asks for some kinds only."""
 
 from __future__ import annotations
 
@@ -7,15 +7,9 @@ import functools
 import importlib
 import pkgutil
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from llmsuite.adapters.methods import BUILT_IN
-from llmsuite.contract.dense_family import dense_family
 from llmsuite.contract.hookspecs import hookimpl
-from llmsuite.contract.schema.environment import EnvironmentSection
-from llmsuite.contract.schema.reward import RewardSection
-from llmsuite.contract.schema.rollout import RolloutSection
-from llmsuite.contract.schema.section import Section
 from llmsuite.contract.specs import (
     Capability,
     DataFormat,
@@ -29,14 +23,10 @@ from llmsuite.contract.specs import (
     RolloutEngineSpec,
     StageSpec,
 )
-from llmsuite.models.adapter_method import AdapterMethod
-from llmsuite.observe import loggers
-from llmsuite.rl import engine_sections, environment_sections, reward_sections
-from llmsuite.stages.gkd_section import GkdSection
-from llmsuite.stages.online_dpo_section import OnlineDpoSection
-from llmsuite.stages.ppo_section import PpoSection
-from llmsuite.stages.rl_sections import EvalRolloutSection, GrpoSection
-from llmsuite.stages.sections import DpoSection, InferSection, KtoSection, PretrainSection, RmSection, SftSection
+
+if TYPE_CHECKING:
+    from llmsuite.contract.schema.section import Section
+    from llmsuite.models.adapter_method import AdapterMethod
 
 
 def lazily(address: str) -> Callable[[], Any]:
@@ -81,6 +71,10 @@ def llmsuite_register_stages() -> list[StageSpec | JobSpec]:
 
 def _language_stages() -> list[StageSpec]:
     """Return the stages of language modelling: pre-training, supervised fine-tuning and distillation."""
+    from llmsuite.contract.schema.rollout import RolloutSection
+    from llmsuite.stages.gkd_section import GkdSection
+    from llmsuite.stages.sections import PretrainSection, SftSection
+
     return [
         StageSpec(
             name="pretrain",
@@ -129,6 +123,8 @@ def _language_stages() -> list[StageSpec]:
 
 def _preference_stages() -> list[StageSpec]:
     """Return the stages that train on preferences."""
+    from llmsuite.stages.sections import DpoSection, KtoSection, RmSection
+
     return [
         StageSpec(
             name="dpo",
@@ -165,6 +161,8 @@ def _preference_stages() -> list[StageSpec]:
 
 def _infer_job() -> JobSpec:
     """Return the job that runs inference."""
+    from llmsuite.stages.sections import InferSection
+
     return JobSpec(
         name="infer",
         help="no training: a model answers the prompts of a file",
@@ -177,6 +175,13 @@ def _infer_job() -> JobSpec:
 
 def _rollout_stages() -> list[StageSpec]:
     """Return the stages that train on completions that the model samples (online RL)."""
+    from llmsuite.contract.schema.environment import EnvironmentSection
+    from llmsuite.contract.schema.reward import RewardSection
+    from llmsuite.contract.schema.rollout import RolloutSection
+    from llmsuite.stages.online_dpo_section import OnlineDpoSection
+    from llmsuite.stages.ppo_section import PpoSection
+    from llmsuite.stages.rl_sections import EvalRolloutSection, GrpoSection
+
     sections: dict[str, type[Section]] = {
         "rollout": RolloutSection,
         "reward": RewardSection,
@@ -240,6 +245,8 @@ def _family(name: str, cls: str, help: str, hf_model_types: tuple[str, ...]) -> 
 
 def _dense(name: str, cls: str, help: str, hf_model_types: tuple[str, ...], gguf: tuple[str, ...] = ()) -> ModelFamily:
     """Return the dense decoder whose description is in `llmsuite.models.families.NAME`."""
+    from llmsuite.contract.dense_family import dense_family
+
     module = importlib.import_module(f"llmsuite.models.families.{name}")
     return dense_family(
         name=name,
@@ -289,6 +296,8 @@ def llmsuite_register_devices() -> list[DeviceSpec]:
 
 @hookimpl
 def llmsuite_register_adapters() -> list[AdapterMethod]:
+    from llmsuite.adapters.methods import BUILT_IN
+
     return list(BUILT_IN)
 
 
@@ -315,19 +324,27 @@ def llmsuite_register_exporters() -> list[Exporter]:
 
 @hookimpl
 def llmsuite_register_loggers() -> list[LoggerSpec]:
+    from llmsuite.observe import loggers
+
     return list(loggers.BUILTIN)
 
 
 @hookimpl
 def llmsuite_register_rewards() -> list[RewardSpec]:
+    from llmsuite.rl import reward_sections
+
     return list(reward_sections.BUILTIN)
 
 
 @hookimpl
 def llmsuite_register_rollout_engines() -> list[RolloutEngineSpec]:
+    from llmsuite.rl import engine_sections
+
     return list(engine_sections.BUILTIN)
 
 
 @hookimpl
 def llmsuite_register_environments() -> list[EnvironmentSpec]:
+    from llmsuite.rl import environment_sections
+
     return list(environment_sections.BUILTIN)

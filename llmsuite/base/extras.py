@@ -6,12 +6,13 @@ import importlib.metadata
 import shlex
 from collections.abc import Collection
 from pathlib import Path
-
-from packaging.markers import Marker
-from packaging.requirements import Requirement
+from typing import TYPE_CHECKING
 
 from llmsuite.base.errors import UserError
 from llmsuite.base.safe_files import is_dir
+
+if TYPE_CHECKING:
+    from packaging.markers import Marker
 
 
 def install_command(extra: str, without: str = "") -> str:
@@ -24,6 +25,8 @@ def install_command(extra: str, without: str = "") -> str:
         extra: its name.
         without: a package of it that is installed already.
     """
+    from packaging.requirements import Requirement  # slow to import, and rarely needed
+
     try:
         required = importlib.metadata.requires("llmsuite") or []
     except importlib.metadata.PackageNotFoundError:  # run from a clone that is not installed

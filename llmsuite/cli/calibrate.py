@@ -10,7 +10,6 @@ from llmsuite.base.errors import UserError
 from llmsuite.base.safe_files import exists
 from llmsuite.cli.model_paths import ALLOW_NONFINITE_HELP
 from llmsuite.contract.registry import Registry
-from llmsuite.contract.specs import Command
 
 
 def add_arguments(parser: Any) -> None:
@@ -88,11 +87,3 @@ def run(args: Any, registry: Registry) -> int:
         f"with: llmsuite generate {target} --precision {args.precision}"
     )
     return 0
-
-
-COMMAND = Command(
-    name="calibrate",
-    help="quantise a model to 4 bits, calibrated on texts (GPTQ)",
-    add_arguments=add_arguments,
-    run=run,
-)

@@ -9,7 +9,6 @@ from typing import Any, Literal
 from llmsuite.base.errors import UserError
 from llmsuite.base.safe_files import is_file
 from llmsuite.contract.registry import Registry
-from llmsuite.contract.specs import Command
 
 _MIN_KEPT = 2
 
@@ -107,8 +106,3 @@ def _steps(path: Path) -> Iterator[tuple[int, Path]]:
     if not found:
         raise UserError(f"{path}: has no checkpoints; name the directory of a run")
     yield from found
-
-
-COMMAND = Command(
-    name="checkpoints", help="list, verify or prune the checkpoints of a run", add_arguments=add_arguments, run=run
-)

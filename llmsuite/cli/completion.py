@@ -1,7 +1,8 @@
 """The command `llmsuite completion SHELL`: completion of commands when Tab is pressed in a shell.
 
-The shell then runs `llmsuite` itself, whose parser answers through argcomplete: commands, options and files, and for
-commands that take overrides the keys of the recipe and the values they may have.
+The shell then runs `llmsuite` itself, which answers through argcomplete: commands, options and files, and for commands
+that take overrides the keys of the recipe and the values they may have. It answers at each press of Tab, so this module
+imports what a line needs only.
 """
 
 from __future__ import annotations
@@ -10,22 +11,16 @@ import argparse
 import os
 import shlex
 import typing
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, NoReturn
 
 from llmsuite.base.errors import UserError
-from llmsuite.base.resources import bundled
-from llmsuite.cli import recipe
-from llmsuite.cli.parser import CommandParser
 from llmsuite.contract.registry import Registry
-from llmsuite.contract.schema.keys import KeyInfo, walk
-from llmsuite.contract.specs import Command
-from llmsuite.recipe.document import read_document
-from llmsuite.recipe.load import recipe_type
 
-COMPLETION_VARIABLE = "_ARGCOMPLETE"
+VARIABLE = "_ARGCOMPLETE"
 """Environment variable that the shell sets for a request for completions."""
 _LINE = "COMP_LINE"
+_SHELL = "_ARGCOMPLETE_SHELL"
 _Shell = Literal["bash", "zsh", "fish"]
 
 
@@ -44,64 +39,71 @@ def run(args: Any, registry: Registry) -> int:
     return 0
 
 
-def complete(parsers: Mapping[str, Any], registry: Registry) -> None:
+class _Options(argparse.ArgumentParser):
+    """A parser of argparse that takes the arguments of a command, whose types are those of jsonargparse, and gives each
+    its completer. jsonargparse takes long to import, and with its parsers (4.53) argcomplete completes the words of a
+    subcommand as if they were the complete line."""
+
+    actions: Sequence[str] = ()
+    """Values of the argument `action` besides those of its type."""
+
+    def add_argument(self, *names: Any, type: Any = None, **settings: Any) -> argparse.Action:
+        added: Any = super().add_argument(*names, **settings)
+        if added.nargs == 0:  # an option without a value
+            return added
+        values = [value for value in _values(type) if value != "null"]
+        is_recipe = not added.option_strings and added.dest in ("recipe", "recipes")
+        if added.dest == "action":
+            values.extend(self.actions)
+        added.completer = _recipes if is_recipe else _Values(values)
+        return added
+
+
+def complete(registry: Registry) -> NoReturn:
     """Print the possible continuations of the line for the shell, and end the process.
 
-    The completion uses argparse's own parsers: with jsonargparse 4.53, argcomplete completes the words of a subcommand
-    as if they were the complete line.
-
     Args:
-        parsers: of the commands, by name.
         registry: with the commands, and the stages and families, whose keys a recipe may have.
     """
     import argcomplete
 
     parser = argparse.ArgumentParser(prog="llmsuite")
-    commands = parser.add_subparsers()
+    commands = parser.add_subparsers(parser_class=_Options)
     words = _words(os.environ.get(_LINE, ""))
-    named = next((word for word in words if word in parsers), None)
-    for name, given in parsers.items():
-        command = registry.commands[name]
+    named = next((word for word in words if word in registry.commands), None)
+    for name, command in registry.commands.items():
         own = commands.add_parser(name, help=command.help.replace("%", "%%"))
-        if name == named:
+        if name != named:
+            continue
+        if name == "recipe":
             further = next((word for word in words[1:] if word in registry.recipe_commands), None)
-            if command is recipe.COMMAND and further is not None:
+            if further is not None:
                 command = registry.recipe_commands[further]
-                given = CommandParser()
-                command.add_arguments(given)
-                own.add_argument("action")
-            # they depend on the plugins, so no type has them
-            actions = recipe.actions(registry) if command is recipe.COMMAND else []
-            _copy(given, own, actions)
-            if command.takes_overrides:
-                _add_keys(own, words, registry)
+                own.add_argument("command")
+            else:
+                from llmsuite.cli.recipe import actions
+
+                own.actions = actions(registry)
+        command.add_arguments(own)
+        if command.takes_overrides:
+            _add_keys(own, words, registry)
     argcomplete.autocomplete(parser)
+    raise SystemExit  # argcomplete has ended the process
 
 
-def _copy(given: Any, own: argparse.ArgumentParser, actions: Sequence[str]) -> None:
-    """Add the arguments of a parser of jsonargparse to one of argparse, each with its completer; `actions` are values
-    of the argument `action` besides those of its type."""
-    for action in given._actions:
-        if "--help" in action.option_strings:
-            continue
-        names = action.option_strings or [action.dest]
-        if action.nargs == 0:
-            own.add_argument(*names, action="store_true", help=action.help)
-            continue
-        added: Any = own.add_argument(*names, nargs=action.nargs, help=action.help)
-        is_recipe = not action.option_strings and action.dest in ("recipe", "recipes")
-        values = [value for value in _values(getattr(action, "_typehint", None)) if value != "null"]
-        if action.dest == "action":
-            values.extend(actions)
-        added.completer = _recipes if is_recipe else _Values(values)
-
-
-def _add_keys(own: argparse.ArgumentParser, words: Sequence[str], registry: Registry) -> None:
+def _add_keys(own: _Options, words: Sequence[str], registry: Registry) -> None:
     """Add the keys of the recipe among the words, as options that override them."""
+    from llmsuite.contract.schema.keys import walk
+    from llmsuite.recipe.recipe_class import recipe_type
+
+    cls, _ = recipe_type(_tree(words), registry)
+    found = {f"--{info.dotted}": info for info in walk(cls)}
+    sections = {option.rpartition(".")[0] for option in found}  # such as model.config, whose keys are listed
     taken = {option for action in own._actions for option in action.option_strings}
-    for option, info in _keys(words, registry).items():
-        if option not in taken:
-            added: Any = own.add_argument(option, help=info.doc.replace("%", "%%"))
+    is_described = os.environ.get(_SHELL) in ("zsh", "fish")  # to read the docstrings takes as long as all the rest
+    for option, info in found.items():
+        if option not in taken and option not in sections:
+            added: Any = own.add_argument(option, help=info.doc.replace("%", "%%") if is_described else "")
             added.completer = _Values(_values(info.annotation))
 
 
@@ -113,16 +115,10 @@ def _words(line: str) -> list[str]:
         return line.split()[1:]
 
 
-def _keys(words: Sequence[str], registry: Registry) -> dict[str, KeyInfo]:
-    """The keys of the recipe among the words, by the options that override them."""
-    cls, _ = recipe_type(_tree(words), registry)
-    found = {f"--{info.dotted}": info for info in walk(cls)}
-    outer = {option.rpartition(".")[0] for option in found}  # sections such as model.config, whose keys are listed
-    return {option: info for option, info in found.items() if option not in outer}
-
-
 def _tree(words: Sequence[str]) -> dict[str, Any]:
     """The stage and the model of the recipe among the words; none where it cannot be read."""
+    from llmsuite.recipe.document import read_document
+
     for name in words:
         if name.endswith((".json", ".jsonc", ".yaml", ".yml")):
             try:
@@ -162,11 +158,8 @@ def _values(annotation: Any) -> list[str]:
 def _recipes(prefix: str, **others: Any) -> list[str]:
     from argcomplete.completers import FilesCompleter
 
+    from llmsuite.base.resources import bundled
+
     root = bundled("recipes")
     known = [f"recipes/{path.relative_to(root)}" for path in sorted(root.glob("*/*.json"))]
     return [*FilesCompleter()(prefix, **others), *(name for name in known if name.startswith(prefix))]
-
-
-COMMAND = Command(
-    name="completion", help="print a script that completes commands in a shell", add_arguments=add_arguments, run=run
-)

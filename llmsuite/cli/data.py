@@ -9,7 +9,6 @@ from llmsuite.base.errors import UserError
 from llmsuite.base.extras import check_plot
 from llmsuite.base.safe_files import exists, is_file
 from llmsuite.contract.registry import Registry
-from llmsuite.contract.specs import Command
 
 
 def add_arguments(parser: Any) -> None:
@@ -139,12 +138,3 @@ def _index(args: Any) -> int:
         print(f"left out {faults.summary()}")
     print(f"wrote {prefix}.bin and {prefix}.idx: {documents:,} documents, {tokens:,} tokens")
     return 0
-
-
-COMMAND = Command(
-    name="data",
-    help="inspect the data of a run, index text for pretraining, or download a data set",
-    add_arguments=add_arguments,
-    run=run,
-    takes_overrides=True,
-)

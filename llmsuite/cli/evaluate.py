@@ -15,7 +15,6 @@ from llmsuite.cli.generate import add_model_arguments, add_template_kwargs, read
 from llmsuite.cli.ranks import settle_degrees
 from llmsuite.contract.registry import Registry
 from llmsuite.contract.schema.chat_templates import OF_TOKENIZER, TEMPLATE_HELP
-from llmsuite.contract.specs import Command
 
 if TYPE_CHECKING:
     from llmsuite.inference.prompts import Prompt, Prompter
@@ -170,11 +169,3 @@ def read_eval_prompts(path: Path, prompter: Prompter) -> tuple[list[Prompt], lis
         if not isinstance(answer, str):
             raise UserError(f'{path}: row {number}: has no "answer", a text')
     return prompts, [str(answer) for answer in answers]
-
-
-COMMAND = Command(
-    name="eval",
-    help="evaluate a model: perplexity, exact match, preference accuracy, lm-eval tasks",
-    add_arguments=add_arguments,
-    run=run,
-)

@@ -16,7 +16,6 @@ from llmsuite.cli.model_paths import ALLOW_NONFINITE_HELP, optional_path, resolv
 from llmsuite.cli.ranks import add_degrees, launch_ranks
 from llmsuite.contract.registry import Registry
 from llmsuite.contract.schema.degrees import Degrees
-from llmsuite.contract.specs import Command
 from llmsuite.devices.variables import LOCAL_RANK, RANK, number_in
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 _SINGLE_RANK = Degrees(1, 1, 1, 1)
 
 
-def _add_source(parser: Any) -> None:
+def deploy_arguments(parser: Any) -> None:
     parser.add_argument("source", type=str, help="a run, a checkpoint or model directory of any layout, or an adapter")
     parser.add_argument("-o", "--output", type=str, required=True, help="directory to write; must not exist")
     parser.add_argument("--base", type=str | None, default=None, help="base model of an adapter")
@@ -48,12 +47,12 @@ def _add_source(parser: Any) -> None:
     parser.add_argument("--device", type=str, default="cpu", help="see: llmsuite list devices")
 
 
-def _export_arguments(parser: Any) -> None:
-    _add_source(parser)
+def export_arguments(parser: Any) -> None:
+    deploy_arguments(parser)
     add_degrees(parser)
 
 
-def _verify_arguments(parser: Any) -> None:
+def verify_arguments(parser: Any) -> None:
     parser.add_argument("model", type=str, help="output directory of `llmsuite export` or `llmsuite deploy`")
     parser.add_argument(
         "--source", type=str | None, default=None, help="the trained model, if it was moved since the export"
@@ -254,17 +253,3 @@ def _first_difference(source: ModelDirectory, backend: DeviceBackend, exported: 
     if found is None:
         return "all modules of a newly exported program for one device agree: export it again"
     return f"first module that differs: {found}"
-
-
-EXPORT = Command(
-    name="export", help="write a model as a Paddle Inference program", add_arguments=_export_arguments, run=run_export
-)
-VERIFY = Command(
-    name="verify",
-    help="check that an exported model equals the trained one",
-    add_arguments=_verify_arguments,
-    run=run_verify,
-)
-DEPLOY = Command(
-    name="deploy", help="merge, export and verify a trained model", add_arguments=_add_source, run=run_deploy
-)

@@ -15,7 +15,6 @@ from llmsuite.base.safe_files import exists
 from llmsuite.cli.ranks import add_degrees, launch_ranks, settle_degrees
 from llmsuite.contract.registry import Registry
 from llmsuite.contract.schema.chat_templates import OF_TOKENIZER, TEMPLATE_HELP
-from llmsuite.contract.specs import Command
 from llmsuite.stages.sections import PENALTIES
 
 _ENGINES = Literal["dynamic", "static"]
@@ -301,6 +300,3 @@ def _chat(generator: Any, prompter: Any, sampling: Any) -> int:
         print(flush=True)
         if answer:
             turns = [*question, Message("assistant", "".join(answer))]
-
-
-COMMAND = Command(name="generate", help="generate answers to prompts", add_arguments=add_arguments, run=run)

@@ -12,7 +12,6 @@ from llmsuite.base.hub.names import hub_name
 from llmsuite.base.safe_files import exists, is_dir, is_file
 from llmsuite.cli.model_paths import ALLOW_NONFINITE_HELP, optional_path
 from llmsuite.contract.registry import Registry
-from llmsuite.contract.specs import Command
 
 if TYPE_CHECKING:
     from llmsuite.checkpoint.model_dir import ModelDirectory
@@ -129,8 +128,3 @@ def _find_source(source: str) -> Path:
     raise UserError(
         f"{source}: is neither a .gguf file, a model directory, package:NAME nor a name such as hf:ORG/NAME"
     )
-
-
-COMMAND = Command(
-    name="import", help="import a model from GGUF, HF or PaddleNLP files", add_arguments=add_arguments, run=run
-)

@@ -1,4 +1,5 @@
-"""The command `llmsuite list WHAT`: lists registered things, bundled recipes, or the keys of a recipe."""
+"""The command `llmsuite list WHAT`: lists registered things, bundled recipes, or the keys of a recipe. It imports only
+what it lists."""
 
 from __future__ import annotations
 
@@ -9,23 +10,26 @@ from typing import Any, Literal
 
 from llmsuite.base.errors import UserError
 from llmsuite.base.resources import bundled
+from llmsuite.cli.tables import JSON_HELP, print_json, print_table
 from llmsuite.contract.registry import BUILTIN, Registry
-from llmsuite.contract.schema.chat_templates import NAMES
-from llmsuite.contract.schema.keys import walk
-from llmsuite.contract.specs import Command
-from llmsuite.devices.vendors import VENDORS
-from llmsuite.recipe.load import recipe_type
 
 _WHAT = Literal[
     "stages", "models", "recipes", "devices", "adapters", "formats", "loggers", "rewards", "environments", "engines",
     "layouts", "suites", "templates", "keys",
 ]  # fmt: skip
+_COLUMNS = {
+    "keys": ("key", "type", "doc"),
+    "recipes": ("recipe", "what", "devices", "source"),
+    "templates": ("name", "help"),
+}
+"""Names of the columns in JSON, where they are not those of registered things."""
 
 
 def add_arguments(parser: Any) -> None:
     parser.add_argument("what", type=_WHAT, help="what to list")
     parser.add_argument("--stage", type=str | None, help="with keys: also list the section of this stage")
     parser.add_argument("--family", type=str, default="llama", help="with keys: list the model.config of this family")
+    parser.add_argument("--json", action="store_true", help=JSON_HELP)
 
 
 def run(args: Any, registry: Registry) -> int:
@@ -35,6 +39,8 @@ def run(args: Any, registry: Registry) -> int:
     elif args.what == "recipes":
         rows = list(_recipes())
     elif args.what == "templates":
+        from llmsuite.contract.schema.chat_templates import NAMES
+
         rows = list(NAMES.items())
     else:
         kind = {
@@ -46,15 +52,21 @@ def run(args: Any, registry: Registry) -> int:
         specs = registry.specs(kind)
         rows = [(name, spec.help, registry.owner(kind, name).distribution) for name, spec in specs.items()]
         if args.what == "devices":
+            from llmsuite.devices.vendors import VENDORS
+
             others = [vendor for vendor in VENDORS if vendor.name not in specs]
             rows += [(vendor.name, f"{vendor.help}, with a plug-in for Paddle", BUILTIN) for vendor in others]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in rows:
-        print("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths)).rstrip())
+    if args.json:
+        print_json([dict(zip(_COLUMNS.get(args.what, ("name", "help", "package")), row)) for row in rows])
+        return 0
+    print_table((), rows)
     return 0
 
 
 def _keys(stage: str | None, family: str, registry: Registry) -> Iterator[tuple[str, str, str]]:
+    from llmsuite.contract.schema.keys import walk
+    from llmsuite.recipe.recipe_class import recipe_type
+
     tree: dict[str, Any] = {"model": {"family": family}}
     if stage:
         tree["stage"] = stage
@@ -85,12 +97,3 @@ def _recipes() -> Iterator[tuple[str, str, str, str]]:
             f"{devices} x {data.get('device', 'cpu')}",
             data.get("source", ""),
         )
-
-
-COMMAND = Command(
-    name="list",
-    help="list stages, models, recipes, devices, adapters, formats, loggers, rewards, environments, rollout engines, "
-    "layouts, suites, chat templates or recipe keys",
-    add_arguments=add_arguments,
-    run=run,
-)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import difflib
 import os
@@ -12,16 +13,21 @@ from llmsuite import __version__
 from llmsuite.base.errors import UserError
 from llmsuite.base.exits import exit_code
 from llmsuite.base.python_files import code_allowed
-from llmsuite.cli import completion, recipe
-from llmsuite.cli.parser import CommandParser
+from llmsuite.cli import completion
 from llmsuite.contract.given import add_files, plugin_files
-from llmsuite.contract.registry import BUILTIN, BUNDLED, NO_PLUGINS, Registry, load_plugins
+from llmsuite.contract.registry import NO_PLUGINS, Registry, load_plugins
 from llmsuite.contract.specs import Command
 
 _DESCRIPTION = "Pretrain, fine-tune, align and deploy large language models on PaddlePaddle: one JSON recipe per run."
 _NO_PLUGINS = "--no-plugins"
 _PLUGIN = "--plugin"
 _ALLOW_CODE = "--allow-code"
+_OF_LLMSUITE = ("-h", "--help", "--version")
+"""Words before a command that are answered without it."""
+_RECIPE = "recipe"
+"""The command to which plugins add subcommands."""
+_ASK_BY_KIND = ("list",)
+"""Commands that ask the registry for the few kinds that they need; all others get it complete."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> int:
         with allowed(), plugin_files(pop_plugin_files(words)):
-            return _run(words, add_files(load_plugins()))
+            return _run(words)
 
     return exit_code(work)
 
@@ -56,57 +62,75 @@ def pop_plugin_files(words: list[str]) -> list[str]:
     return files
 
 
-def _run(words: list[str], registry: Registry) -> int:
-    parser = CommandParser(prog="llmsuite", description=_DESCRIPTION, version=__version__)
+def _run(words: list[str]) -> int:
+    registry = add_files(load_plugins(complete=False))
+    if completion.VARIABLE in os.environ:
+        completion.complete(registry)
+    at = next((number for number, word in enumerate(words) if not word.startswith("-")), len(words))
+    if at == len(words) or any(word in _OF_LLMSUITE for word in words[:at]):
+        return _without_command(words[:at], registry)
+    name = words.pop(at)
+    if name not in registry.commands:
+        raise UserError(registry.unknown("command", name))
+    kind, command, prog = "command", registry.commands[name], f"llmsuite {name}"
+    if name == _RECIPE and (further := _pop_recipe_command(words, registry)) is not None:
+        kind, command, prog = "recipe command", further, f"{prog} {further.name}"
+    return _run_command(kind, command, prog, words, registry)
+
+
+def _run_command(kind: str, command: Command, prog: str, words: list[str], registry: Registry) -> int:
+    """Parse the words of a command and run it. Returns the exit code."""
+    from llmsuite.cli.parser import CommandParser
+
+    parser = CommandParser(prog=prog, description=command.help)
+    try:
+        command.add_arguments(parser)
+    except Exception as error:  # a plugin's code: it may raise anything
+        registry.disable(kind, command.name, error)
+        raise UserError(registry.unknown(kind, command.name)) from error
+    if (kind, command.name) == ("command", _RECIPE):
+        from llmsuite.cli.recipe import add_actions
+
+        add_actions(parser, registry)
+    overrides: list[str] = []
+    if command.takes_overrides:
+        options = {option for action in parser._actions for option in action.option_strings}
+        words, overrides = split_overrides(words, options)
+    arguments = parser.parse_args(words)
+    arguments.overrides = overrides
+    if command.name not in _ASK_BY_KIND:
+        registry.complete()
+    return command.run(arguments, registry)
+
+
+def _without_command(words: list[str], registry: Registry) -> int:
+    """Print what is asked for without a command: the help or the version. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="llmsuite", usage="%(prog)s [options] COMMAND …", description=_DESCRIPTION)
+    parser.add_argument("--version", action="version", version=f"llmsuite {__version__}", help="print the version")
     parser.add_argument(_NO_PLUGINS, action="store_true", help="load no plugins, neither bundled nor installed ones")
-    parser.add_argument(_PLUGIN, type=str, help="load a Python file as a plugin; works with any command, repeatable")
+    help_plugin = "load a Python file as a plugin; works with any command, repeatable"
+    parser.add_argument(_PLUGIN, metavar="FILE", help=help_plugin)
     help_code = "also run Python files named by a recipe that are outside its directory and the working directory"
     parser.add_argument(_ALLOW_CODE, action="store_true", help=help_code)
-    subcommands = parser.add_subcommands(required=True, dest="command", title="commands")
-    options: dict[str, set[str]] = {}
-    chosen = next((word for word in words if not word.startswith("-")), None)
-    of_recipe = pop_recipe_command(words, registry) if chosen == recipe.COMMAND.name else None
-    completes = completion.COMPLETION_VARIABLE in os.environ
-    for command in list(registry.commands.values()):
-        subparser = CommandParser(description=command.help)
-        is_ours = registry.owner("command", command.name).distribution in (BUILTIN, BUNDLED)
-        # to set up the arguments of all commands of ours takes longer than many a command itself
-        if completes or command.name == chosen or not is_ours:
-            try:
-                (of_recipe if command is recipe.COMMAND and of_recipe else command).add_arguments(subparser)
-            except Exception as error:  # a plugin's code: it may raise anything
-                if command is recipe.COMMAND and of_recipe:
-                    registry.disable("recipe command", of_recipe.name, error)
-                    raise UserError(registry.unknown("recipe command", of_recipe.name)) from error
-                registry.disable("command", command.name, error)
-                continue
-        subcommands.add_subcommand(command.name, subparser, help=command.help)
-        options[command.name] = {option for action in subparser._actions for option in action.option_strings}
-        parser.commands[command.name] = subparser
-    if chosen == recipe.COMMAND.name:
-        recipe.describe(parser.commands[chosen], of_recipe, registry)
-    if completes:
-        completion.complete(parser.commands, registry)
-    if chosen is not None and chosen not in registry.commands:
-        raise UserError(registry.unknown("command", chosen))
-    overrides: list[str] = []
-    selected = of_recipe or (None if chosen is None else registry.commands[chosen])
-    if chosen is not None and selected is not None and selected.takes_overrides:
-        words, overrides = split_overrides(words, options[chosen])
-    arguments = parser.parse_args(words)
-    assert selected is not None, "a command is required"
-    namespace = arguments[arguments.command]
-    namespace.overrides = overrides
-    return selected.run(namespace, registry)
+    commands = parser.add_subparsers(
+        title="commands", metavar="", description="llmsuite COMMAND --help describes the arguments of a command."
+    )
+    for command in registry.commands.values():
+        commands.add_parser(command.name, help=command.help.replace("%", "%%"), add_help=False)
+    unknown = parser.parse_known_args(words)[1]  # ends the process for --help and --version
+    if unknown:
+        raise UserError(f"{unknown[0]}: llmsuite has no such option. For help: llmsuite --help")
+    names = ", ".join(sorted(registry.commands))
+    raise UserError(f"give a command, one of {names}; llmsuite --help describes each")
 
 
-def pop_recipe_command(words: list[str], registry: Registry) -> Command | None:
-    """Remove the name of a plugin's subcommand of `llmsuite recipe` from the words of a command line, in place. Returns
+def _pop_recipe_command(words: list[str], registry: Registry) -> Command | None:
+    """Remove the name of a plugin's subcommand of `llmsuite recipe` from the words after `recipe`, in place. Returns
     the subcommand; None where the words name none."""
-    at = [number for number, word in enumerate(words) if not word.startswith("-")]
-    if len(at) < 2 or words[at[1]] not in registry.recipe_commands:
+    at = next((number for number, word in enumerate(words) if not word.startswith("-")), None)
+    if at is None or words[at] not in registry.recipe_commands:
         return None
-    return registry.recipe_commands[words.pop(at[1])]
+    return registry.recipe_commands[words.pop(at)]
 
 
 def split_overrides(words: Sequence[str], options: set[str]) -> tuple[list[str], list[str]]:

@@ -11,7 +11,6 @@ from llmsuite.base.safe_files import exists, real_path
 from llmsuite.cli.amounts import parse_amount
 from llmsuite.cli.model_paths import ALLOW_NONFINITE_HELP
 from llmsuite.contract.registry import Registry
-from llmsuite.contract.specs import Command
 
 _LAYOUT = Literal["hf", "paddlenlp", "distcp", "gguf"]
 _LAYOUT_HELP = (
@@ -45,7 +44,7 @@ def _common_arguments(parser: Any) -> None:
     parser.add_argument("--allow-nonfinite", action="store_true", help=ALLOW_NONFINITE_HELP)
 
 
-def _merge_arguments(parser: Any) -> None:
+def merge_arguments(parser: Any) -> None:
     parser.add_argument(
         "source",
         type=str,
@@ -62,7 +61,7 @@ def _merge_arguments(parser: Any) -> None:
     _common_arguments(parser)
 
 
-def _convert_arguments(parser: Any) -> None:
+def convert_arguments(parser: Any) -> None:
     parser.add_argument(
         "source", type=str, help="a model in the HF, PaddleNLP or llmsuite layout, a LoRA adapter, or a run"
     )
@@ -310,17 +309,3 @@ def _convert_side_adapter(source: Path, target: Path, family: Any, config: Any, 
     kind = type(saved.metadata).__name__.lower()
     print(f"wrote {target}: {kind} of a {family.name}, {args.layout} layout")
     return 0
-
-
-MERGE = Command(
-    name="merge",
-    help="merge the files of many ranks, or a model and its LoRA adapter",
-    add_arguments=_merge_arguments,
-    run=run_merge,
-)
-CONVERT = Command(
-    name="convert",
-    help="convert a model to another layout, dtype or number of files, or an adapter to another layout",
-    add_arguments=_convert_arguments,
-    run=run_convert,
-)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
@@ -18,7 +17,6 @@ _UNKNOWN = re.compile(r"unrecognized arguments: (.*)")
 _WRONG_KEY = re.compile(r'Parser key "([^"]+)":')
 _FOUND = re.compile(r"(?:Got value: (.*)|Given value: (.*)|: '(.*)'|: (\S+) does not conform.*)$")
 _NO_VALUE = re.compile(r"argument (\S+): expected (?:one|at least one) argument")
-_NO_COMMAND = 'expected "command" to be one of'
 _KINDS = {
     "int": "a whole number",
     "PositiveInt": "a whole number above 0",
@@ -48,8 +46,6 @@ class CommandParser(ArgumentParser):
 
     def __init__(self, **settings: Any):
         super().__init__(**settings, formatter_class=PlainHelp)
-        self.commands: dict[str, ArgumentParser] = {}
-        """Parsers of the commands, by name."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise an error that the library has found.
@@ -57,16 +53,13 @@ class CommandParser(ArgumentParser):
         Raises:
             UserError: always.
         """
-        parser = getattr(ex, "subcommand_parser", None) or self
-        raise UserError(_plain_message(message, parser, self.commands)) from ex
+        raise UserError(_plain_message(message, self)) from ex
 
 
-def _plain_message(message: str, parser: ArgumentParser, commands: Mapping[str, ArgumentParser]) -> str:
-    """A message of jsonargparse in plain words, for `parser` or the one of `commands` that the message names."""
-    if message.startswith(_NO_COMMAND):
-        return f"give a command, one of {', '.join(sorted(commands))}; llmsuite --help describes each"
+def _plain_message(message: str, parser: ArgumentParser) -> str:
+    """A message of jsonargparse in plain words."""
     if missing := _MISSING.search(message):
-        return _missing_arguments(missing[1].split(", "), commands)
+        return _missing_arguments(missing[1].split(", "), parser)
     found = message
     if unknown := _UNKNOWN.search(message):
         found = _unknown_option(unknown[1].split(), parser)
@@ -85,20 +78,20 @@ def _plain_message(message: str, parser: ArgumentParser, commands: Mapping[str, 
             given = next(text for text in value.groups() if text is not None)
             found = f"{_option_name(action)}: expected {expected}, found {given!r}"
     end = "" if found.endswith("?") else "."
-    return f"{found}{end} For help: {parser.prog.replace(' [options]', '')} --help"
+    return f"{found}{end} For help: {parser.prog} --help"
 
 
-def _missing_arguments(keys: list[str], commands: Mapping[str, ArgumentParser]) -> str:
-    """The message about missing arguments, given as keys such as `merge.output`."""
-    command = keys[0].partition(".")[0]
-    found = [_action(commands[command], key.removeprefix(f"{command}.")) for key in keys]
+def _missing_arguments(keys: list[str], parser: ArgumentParser) -> str:
+    """The message about missing arguments, given as keys such as `output`."""
+    found = [_action(parser, key) for key in keys]
     # the library also reports arguments that are lists, which may be empty
     actions = [action for action in found if action is not None and action.nargs != "*"]
     names = [_option_name(action) for action in actions]
     verb = "is" if len(names) == 1 else "are"
+    command = parser.prog.removeprefix("llmsuite ")
     head = f"{command}: {' and '.join(names)} {verb} missing"
     helps = [f"  {name}: {action.help}" for name, action in zip(names, actions, strict=True)]
-    return "\n".join([f"{head}. For help: llmsuite {command} --help", *helps])
+    return "\n".join([f"{head}. For help: {parser.prog} --help", *helps])
 
 
 def _unknown_option(words: list[str], parser: ArgumentParser) -> str:

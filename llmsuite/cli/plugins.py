@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from llmsuite.base.errors import UserError
 from llmsuite.contract.registry import Registry, left_out_notes
-from llmsuite.contract.specs import Command
 
 _WIDTH = 100
 
@@ -52,6 +51,3 @@ def run(args: Any, registry: Registry) -> int:
         print(f"hooks         {', '.join(info.hooks) or 'none'}")
         print(f"status        {info.error or 'ok'}")
     return 0
-
-
-COMMAND = Command(name="plugins", help="list plugins, or show details of one", add_arguments=add_arguments, run=run)

@@ -7,7 +7,6 @@ from typing import Any
 
 from llmsuite.base.errors import UserError
 from llmsuite.contract.registry import Registry
-from llmsuite.contract.specs import Command
 
 
 def add_arguments(parser: Any) -> None:
@@ -30,6 +29,3 @@ def run(args: Any, registry: Registry) -> int:
     found = push(directory, target, args.private, args.message, lambda text: print(text, flush=True))
     print(f"pushed {directory}: {found}")
     return 0
-
-
-COMMAND = Command(name="push", help="upload a model or adapters to a hub", add_arguments=add_arguments, run=run)

@@ -10,7 +10,7 @@ from typing import Any, Literal, TextIO
 from llmsuite.base.errors import RecipeError, UserError
 from llmsuite.base.safe_files import exists
 from llmsuite.contract.registry import Registry
-from llmsuite.contract.specs import Command, ConversionOptions, ConvertedRecipe, SuiteSpec
+from llmsuite.contract.specs import ConversionOptions, ConvertedRecipe, SuiteSpec
 from llmsuite.recipe.new import METHODS, RULE
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.recipe.write import output_recipe, write_recipe
@@ -95,18 +95,8 @@ def actions(registry: Registry) -> list[str]:
     return [_NEW, *registry.recipe_commands, *(f"{_FROM}{name}" for name in registry.suites)]
 
 
-def describe(parser: Any, chosen: Command | None, registry: Registry) -> None:
-    """Complete the help of this command.
-
-    Args:
-        parser: of this command, or of the chosen subcommand.
-        chosen: a plugin's subcommand; None where the command line names none.
-        registry: with the subcommands of plugins.
-    """
-    if chosen is not None:
-        parser.prog = f"{parser.prog} {chosen.name}"
-        parser.description = chosen.help
-        return
+def add_actions(parser: Any, registry: Registry) -> None:
+    """Add the subcommands of plugins to the help of this command."""
     more = "; ".join(f"{name}: {command.help}" for name, command in registry.recipe_commands.items())
     if more:
         parser.epilog = f"{parser.epilog} Further actions, with arguments of their own: {more}."
@@ -154,11 +144,3 @@ def _write_or_print(recipe: dict[str, Any], output: str | None, registry: Regist
             problems = [f"{problem.key}: {problem.message}" for problem in error.problems]
     output_recipe(recipe, output)
     return problems
-
-
-COMMAND = Command(
-    name="recipe",
-    help="make a recipe, or turn arguments of another suite into one",
-    add_arguments=add_arguments,
-    run=run,
-)

@@ -18,18 +18,17 @@ from llmsuite.base.exits import exit_code
 from llmsuite.base.locks import empty_directory, lock_directory
 from llmsuite.base.safe_files import is_file
 from llmsuite.contract.registry import Registry
-from llmsuite.contract.schema.recipe import LaunchSection, Recipe
 from llmsuite.contract.schema.section import as_plain
-from llmsuite.contract.specs import Command, JobSpec, ModelFamily, StageSpec
-from llmsuite.devices.base import DeviceBackend
-from llmsuite.recipe.load import LoadedRecipe
-from llmsuite.recipe.resolve import RunPlan, plan_run
-from llmsuite.recipe.smoke import overrides_data, overrides_reward
+from llmsuite.contract.specs import JobSpec, ModelFamily, StageSpec
 
 if TYPE_CHECKING:
+    from llmsuite.contract.schema.recipe import LaunchSection, Recipe
+    from llmsuite.devices.base import DeviceBackend
     from llmsuite.launch.machines import Machines
     from llmsuite.launch.ranks import Work
     from llmsuite.launch.restarts import Restarts
+    from llmsuite.recipe.load import LoadedRecipe
+    from llmsuite.recipe.resolve import RunPlan
 
 
 def add_arguments(parser: Any) -> None:
@@ -47,6 +46,8 @@ def add_arguments(parser: Any) -> None:
 
 
 def run(args: Any, registry: Registry) -> int:
+    from llmsuite.recipe.resolve import plan_run
+
     plan = plan_run(args.recipe, args.overrides, registry, args.smoke)
     from llmsuite.devices.start import start_paddle
     from llmsuite.launch.launch import is_worker
@@ -95,12 +96,7 @@ def run(args: Any, registry: Registry) -> int:
     if reason := backend.unavailable(local_ranks):
         raise RecipeError([plan.loaded.problem("device", f"{backend.name}: {reason}")])
     if args.smoke:
-        reduced = f", instead of {plan.smoke_of}" if plan.smoke_of != plan.parallel.degrees else ""
-        mesh = f"mesh {plan.parallel.degrees} on cpu{reduced}"
-        data = str(plan.data.train_file) if overrides_data(plan.loaded, plan.train.stage) else "embedded data"
-        if "reward" in plan.train.stage.smoke and not overrides_reward(plan.loaded):
-            data += f", reward {', '.join(plan.train.stage.smoke['reward']['functions'])} instead of the recipe's"
-        print(f"smoke run of {args.recipe}: tiny {plan.model.family.name}, {data}, {mesh}", flush=True)
+        print(f"smoke run of {args.recipe}: {_smoke_words(plan)}", flush=True)
     for key, path in code_files(plan.recipe):
         print(f"{key}: runs the code in {path}", flush=True)
     for note in run_notes(plan.data, plan.train, plan.parallel.device.name):
@@ -118,6 +114,18 @@ def run(args: Any, registry: Registry) -> int:
         num_before = len(read_events(plan.output_dir))
         code = _launch(work, backend, local_ranks, logs, stall_seconds, machines, restarts)
         return _note_end(plan.output_dir, code, num_before, plan.train.stage.trains and machine == 0)
+
+
+def _smoke_words(plan: RunPlan) -> str:
+    """What a smoke run has instead of what its recipe names."""
+    from llmsuite.recipe.smoke import overrides_data, overrides_reward
+
+    reduced = f", instead of {plan.smoke_of}" if plan.smoke_of != plan.parallel.degrees else ""
+    mesh = f"mesh {plan.parallel.degrees} on cpu{reduced}"
+    data = str(plan.data.train_file) if overrides_data(plan.loaded, plan.train.stage) else "embedded data"
+    if "reward" in plan.train.stage.smoke and not overrides_reward(plan.loaded):
+        data += f", reward {', '.join(plan.train.stage.smoke['reward']['functions'])} instead of the recipe's"
+    return f"tiny {plan.model.family.name}, {data}, {mesh}"
 
 
 def _machine(loaded: LoadedRecipe, is_smoke: bool) -> tuple[int, str]:
@@ -214,6 +222,7 @@ def _work_on_fewer(args: Any, registry: Registry, count: int) -> Work:
     from llmsuite.planning.call_order import check_order
     from llmsuite.recipe.elastic import overrides_for_machines
     from llmsuite.recipe.fetch import fetch_names
+    from llmsuite.recipe.resolve import plan_run
 
     plan = plan_run(args.recipe, overrides_for_machines(args.overrides, count), registry, args.smoke)
     if plan.train.stage.trains:
@@ -345,12 +354,3 @@ def _print_line(text: str) -> None:
 def _write(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
-
-
-COMMAND = Command(
-    name="run",
-    help="run a recipe: train, or answer prompts",
-    add_arguments=add_arguments,
-    run=run,
-    takes_overrides=True,
-)

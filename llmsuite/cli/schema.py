@@ -7,7 +7,6 @@ from typing import Any
 
 from llmsuite.base.errors import UserError
 from llmsuite.contract.registry import Registry
-from llmsuite.contract.specs import Command
 from llmsuite.recipe.schema_json import recipe_schema
 
 
@@ -24,6 +23,3 @@ def run(args: Any, registry: Registry) -> int:
         raise UserError(registry.unknown("stage", args.stage))
     print(json.dumps(recipe_schema(registry, args.stage), indent=2, ensure_ascii=False))
     return 0
-
-
-COMMAND = Command(name="schema", help="print the JSON Schema of a recipe", add_arguments=add_arguments, run=run)

@@ -28,7 +28,6 @@ from llmsuite.cli.generate import (
 from llmsuite.cli.ranks import launch_ranks, settle_degrees
 from llmsuite.contract.registry import Registry
 from llmsuite.contract.schema.chat_templates import OF_TOKENIZER, TEMPLATE_HELP
-from llmsuite.contract.specs import Command
 
 if TYPE_CHECKING:
     from llmsuite.inference.generate import Generator
@@ -300,6 +299,3 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-COMMAND = Command(name="serve", help="serve a model over HTTP with OpenAI's API", add_arguments=add_arguments, run=run)

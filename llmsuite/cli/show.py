@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmsuite.base.redaction import redacted
 from llmsuite.contract.registry import Registry
-from llmsuite.contract.schema.keys import walk
 from llmsuite.contract.schema.section import as_plain
-from llmsuite.contract.specs import Command
-from llmsuite.recipe.load import LoadedRecipe
-from llmsuite.recipe.resolve import plan_run
-from llmsuite.recipe.source import Key
+
+if TYPE_CHECKING:
+    from llmsuite.recipe.load import LoadedRecipe
+    from llmsuite.recipe.source import Key
 
 
 def add_arguments(parser: Any) -> None:
@@ -22,6 +21,9 @@ def add_arguments(parser: Any) -> None:
 
 
 def run(args: Any, registry: Registry) -> int:
+    from llmsuite.contract.schema.keys import walk
+    from llmsuite.recipe.resolve import plan_run
+
     plan = plan_run(args.recipe, args.overrides, registry, args.smoke)
     data = as_plain(plan.recipe)
     if args.json:
@@ -59,12 +61,3 @@ def _origin(loaded: LoadedRecipe, key: Key, otherwise: str) -> str:
     if any(given[: len(key)] == key for given in loaded.given):
         return loaded.origin(key)
     return otherwise
-
-
-COMMAND = Command(
-    name="show",
-    help="print a resolved recipe, with the origin of each value",
-    add_arguments=add_arguments,
-    run=run,
-    takes_overrides=True,
-)

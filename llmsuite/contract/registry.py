@@ -11,7 +11,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import pluggy
@@ -19,19 +19,6 @@ import pluggy
 from llmsuite.base.errors import UserError
 from llmsuite.base.suggestions import suggestion
 from llmsuite.contract import hookspecs
-from llmsuite.contract.checks import (
-    check_adapter_method,
-    check_command,
-    check_family,
-    check_fields,
-    check_kernels,
-    check_keys,
-    check_recipe_command,
-    check_stage,
-    check_suite,
-)
-from llmsuite.contract.schema.environment import EnvironmentSection
-from llmsuite.contract.schema.reward import RewardSection
 from llmsuite.contract.specs import (
     API_VERSION,
     Command,
@@ -108,7 +95,11 @@ class PluginInfo:
 
 
 class Registry:
-    """All registered specs, by kind and name."""
+    """All registered specs, by kind and name.
+
+    Those of llmsuite itself are made when somebody asks for their kind: a command that needs few kinds starts without
+    the imports of the others. `complete` makes all of them.
+    """
 
     def __init__(self) -> None:
         self.plugins: list[PluginInfo] = []
@@ -118,68 +109,80 @@ class Registry:
         self._owners: dict[tuple[str, str], PluginInfo] = {}
         # (kind, name) -> reason, of specs that were withdrawn; `unknown` reports it
         self._withdrawn: dict[tuple[str, str], str] = {}
+        self._to_make: dict[str, list[PluginInfo]] = {kind: [] for kind in REGISTRATIONS}
+        """Plugins of llmsuite itself whose specs of a kind nobody has asked for yet."""
 
     @property
     def stages(self) -> dict[str, StageSpec | JobSpec]:
-        return self._specs["stage"]
+        return self.specs("stage")
 
     @property
     def models(self) -> dict[str, ModelFamily]:
-        return self._specs["model"]
+        return self.specs("model")
 
     @property
     def devices(self) -> dict[str, DeviceSpec]:
-        return self._specs["device"]
+        return self.specs("device")
 
     @property
     def kernels(self) -> dict[str, DeviceKernels]:
-        return self._specs["kernels"]
+        return self.specs("kernels")
 
     @property
     def adapter_methods(self) -> dict[str, AdapterMethod]:
-        return self._specs["adapter method"]
+        return self.specs("adapter method")
 
     @property
     def data_formats(self) -> dict[str, DataFormat]:
-        return self._specs["data format"]
+        return self.specs("data format")
 
     @property
     def exporters(self) -> dict[str, Exporter]:
-        return self._specs["exporter"]
+        return self.specs("exporter")
 
     @property
     def loggers(self) -> dict[str, LoggerSpec]:
-        return self._specs["logger"]
+        return self.specs("logger")
 
     @property
     def rewards(self) -> dict[str, RewardSpec]:
-        return self._specs["reward"]
+        return self.specs("reward")
 
     @property
     def rollout_engines(self) -> dict[str, RolloutEngineSpec]:
-        return self._specs["rollout engine"]
+        return self.specs("rollout engine")
 
     @property
     def environments(self) -> dict[str, EnvironmentSpec]:
-        return self._specs["environment"]
+        return self.specs("environment")
 
     @property
     def suites(self) -> dict[str, SuiteSpec]:
-        return self._specs["suite"]
+        return self.specs("suite")
 
     @property
     def commands(self) -> dict[str, Command]:
-        return self._specs["command"]
+        return self.specs("command")
 
     @property
     def recipe_commands(self) -> dict[str, Command]:
-        return self._specs["recipe command"]
+        return self.specs("recipe command")
 
     def specs(self, kind: str) -> dict[str, Any]:
         """Return the specs of a kind by name. Kinds: "stage", "model", "device", "kernels", "adapter method",
         "data format", "exporter", "logger", "reward", "rollout engine", "environment", "suite", "command"
         and "recipe command"."""
+        to_make, self._to_make[kind] = self._to_make[kind], []
+        for info in to_make:
+            for spec in getattr(info.plugin, REGISTRATIONS[kind][0])():
+                self._register(kind, spec, info)
         return self._specs[kind]
+
+    def complete(self) -> None:
+        """Make the specs of all kinds. The tables of the process that modules read without a registry, such as that of
+        the methods of adapters, are complete from then on."""
+        for kind in REGISTRATIONS:
+            self.specs(kind)
 
     def stages_by_row_kind(self) -> dict[str, list[str]]:
         """Return the names of the stages that train on rows, by kind of rows."""
@@ -208,6 +211,7 @@ class Registry:
 
     def owner(self, kind: str, name: str) -> PluginInfo:
         """Return the plugin that registered a name."""
+        self.specs(kind)
         return self._owners[kind, name]
 
     def unknown(self, kind: str, name: str) -> str:
@@ -216,7 +220,7 @@ class Registry:
             return self._withdrawn[kind, name]
         if name in (specs := left_out(kind)):
             return left_out_reason(kind, name, specs[name][0])
-        known = sorted(self._specs[kind])
+        known = sorted(self.specs(kind))
         message = f"no {kind} is called {name!r}; {suggestion(name, known)}registered: {', '.join(known) or 'none'}"
         broken = [info for info in self.plugins if info.error]
         if broken:
@@ -264,13 +268,27 @@ class Registry:
             return
         info.hooks = hooks
         for kind, spec in specs:
-            self._specs[kind][spec.name] = spec
-            self._owners[kind, spec.name] = info
-            if kind == "adapter method":
-                METHODS[spec.name] = spec
-            elif kind == "kernels":
-                DEVICE_KERNELS[spec.name] = spec
-            info.provides.append(f"{kind} {spec.name}")
+            self._register(kind, spec, info)
+
+    def add_own(self, info: PluginInfo) -> None:
+        """Register a plugin of llmsuite itself; see the class for its specs. They are not checked: tests do that."""
+        self.plugins.append(info)
+        if info.error is not None:
+            return
+        self.pm.register(info.plugin, name=f"{info.name} of {info.distribution}")
+        info.hooks = sorted(caller.name for caller in self.pm.get_hookcallers(info.plugin) or [])
+        for kind, (hook, _) in REGISTRATIONS.items():
+            if hook in info.hooks:
+                self._to_make[kind].append(info)
+
+    def _register(self, kind: str, spec: Any, info: PluginInfo) -> None:
+        self._specs[kind][spec.name] = spec
+        self._owners[kind, spec.name] = info
+        if kind == "adapter method":
+            METHODS[spec.name] = spec
+        elif kind == "kernels":
+            DEVICE_KERNELS[spec.name] = spec
+        info.provides.append(f"{kind} {spec.name}")
 
     def _check_unknown_hooks(self, plugin: Any) -> None:
         """Raise UserError for a hook that does not exist, such as a misspelt one: nothing would call it."""
@@ -301,7 +319,7 @@ class Registry:
     def check_devices_of_kernels(self) -> None:
         """Withdraw kernels for a device that is not registered, and report it as the error of their plugin. Called when
         all plugins are loaded: the device may be in a later one."""
-        for name, kernels in list(self.kernels.items()):
+        for name, kernels in list(self._specs["kernels"].items()):  # those of llmsuite itself have one
             if self.find_device(kernels.device) is None:
                 info = self.owner("kernels", name)
                 info.error = f"device of kernels {name!r}: {self.unknown('device', kernels.device)}"
@@ -322,8 +340,7 @@ class Registry:
                         f"{kind} {spec.name!r} needs version {spec.api} of the plugin contract, this llmsuite has "
                         f"{API_VERSION}; install a newer llmsuite or an older {info.distribution}"
                     )
-                if info.distribution != BUILTIN:  # the checks take time, and tests cover built-in specs
-                    self._check(kind, spec)
+                self._check(kind, spec)
                 if (kind, spec.name) in own:
                     raise UserError(f"it registers {kind} {spec.name!r} twice")
                 own.add((kind, spec.name))
@@ -331,30 +348,29 @@ class Registry:
                 yield kind, spec
 
     def _check(self, kind: str, spec: Any) -> None:
+        from llmsuite.contract import checks  # they import pydantic
+
         if kind == "adapter method":
             built_in = [m for n, m in self.adapter_methods.items() if self.owner(kind, n).distribution == BUILTIN]
-            check_adapter_method(spec, built_in)
+            checks.check_adapter_method(spec, built_in)
             return
         if kind == "kernels":
-            check_kernels(spec)
+            checks.check_kernels(spec)
             return
-        check_fields(kind, spec)
+        checks.check_fields(kind, spec)
         if kind == "stage":
-            check_stage(spec)
+            checks.check_stage(spec)
         elif kind == "model":
-            check_family(spec)
+            checks.check_family(spec)
         elif kind == "command":
-            check_command(spec)
+            checks.check_command(spec)
         elif kind == "recipe command":
-            check_recipe_command(spec)
+            checks.check_recipe_command(spec)
         elif kind == "suite":
-            check_suite(spec)
-        elif kind == "reward":
-            check_keys("reward", spec, {field.name for field in dataclasses.fields(RewardSection)})
-        elif kind == "environment":
-            check_keys("environment", spec, {field.name for field in dataclasses.fields(EnvironmentSection)})
-        elif kind == "rollout engine":
-            check_keys("rollout", spec, self._keys_of_sections(kind))
+            checks.check_suite(spec)
+        elif kind in ("reward", "environment", "rollout engine"):
+            section = "rollout" if kind == "rollout engine" else kind
+            checks.check_keys(section, spec, self._keys_of_sections(kind))
 
     def _keys_of_sections(self, kind: str) -> set[str]:
         """Return the keys of all stages' sections that specs of this kind extend."""
@@ -366,6 +382,7 @@ class Registry:
         return keys
 
     def _check_duplicate(self, kind: str, name: str, info: PluginInfo) -> None:
+        self.specs(kind)  # the names of llmsuite itself are taken
         first = self._owners.get((kind, name))
         if first is None and (kind, name) not in self._withdrawn:
             return
@@ -490,22 +507,26 @@ def left_out_notes() -> list[str]:
     return notes
 
 
-def load_plugins(builtins: Sequence[str] = BUILTIN_MODULES) -> Registry:
-    """Return a registry with the built-in plugins in these modules, then the bundled ones, then those of
-    installed packages in the order of their names. With `NO_PLUGINS`, only the built-in ones."""
+def load_plugins(complete: bool = True) -> Registry:
+    """Return a registry with the built-in plugins, then the bundled ones, then those of installed packages in the order
+    of their names. With `NO_PLUGINS`, only the built-in ones.
+
+    Args:
+        complete: False to make the specs of llmsuite itself later, when somebody asks for their kind.
+    """
     result = Registry()
     DEVICE_KERNELS.clear()  # those of this registry are used: without plugins there are none
-    for name in builtins:
-        result.add(PluginInfo(name.rpartition(".")[2], BUILTIN, name, plugin=importlib.import_module(name)))
-        assert result.plugins[-1].error is None, result.plugins[-1].error
-    if NO_PLUGINS in os.environ:
-        return result
-    for info in _load_bundled():
-        result.add(info)
-    for entry_point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda e: e.name):
-        if _allowed(entry_point.name):
-            result.add(_load(entry_point, _distribution(entry_point)))
-    result.check_devices_of_kernels()
+    for name in BUILTIN_MODULES:
+        result.add_own(PluginInfo(name.rpartition(".")[2], BUILTIN, name, plugin=importlib.import_module(name)))
+    if NO_PLUGINS not in os.environ:
+        for info in _load_bundled():
+            result.add_own(info)
+        for entry_point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda e: e.name):
+            if _allowed(entry_point.name):
+                result.add(_load(entry_point, _distribution(entry_point)))
+        result.check_devices_of_kernels()
+    if complete:
+        result.complete()
     return result
 
 

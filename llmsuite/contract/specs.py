@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
@@ -535,6 +536,36 @@ class Command:
     takes_overrides: bool = False
     """True to collect `--section.key=value` words as attribute `overrides` of the namespace."""
     api: int = API_VERSION
+
+    @classmethod
+    def in_module(
+        cls,
+        module: str,
+        *,
+        name: str,
+        help: str,
+        add_arguments: str = "add_arguments",
+        run: str = "run",
+        takes_overrides: bool = False,
+    ) -> Command:
+        """Return a command whose functions are in a module that is imported only when the command is called, so that
+        other commands start without what it needs.
+
+        Args:
+            module: full name of the module.
+            name: as in `Command`.
+            help: as in `Command`.
+            add_arguments: name of the function in the module.
+            run: name of the function in the module.
+            takes_overrides: as in `Command`.
+        """
+        return cls(
+            name=name,
+            help=help,
+            add_arguments=lambda parser: pkgutil.resolve_name(f"{module}:{add_arguments}")(parser),
+            run=lambda args, registry: pkgutil.resolve_name(f"{module}:{run}")(args, registry),
+            takes_overrides=takes_overrides,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

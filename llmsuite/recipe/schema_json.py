@@ -9,7 +9,7 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
 from llmsuite.contract.registry import Registry
 from llmsuite.contract.schema.keys import field_docs, section_doc, sections
-from llmsuite.recipe.load import recipe_type
+from llmsuite.recipe.recipe_class import recipe_type
 
 
 def recipe_schema(registry: Registry, stage: str | None = None) -> dict[str, Any]:

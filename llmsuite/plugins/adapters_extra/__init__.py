@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from llmsuite.contract.hookspecs import AdapterMethod, hookimpl
-from llmsuite.plugins.adapters_extra.lokr import Lokr
-from llmsuite.plugins.adapters_extra.mixer import Mixer
-from llmsuite.plugins.adapters_extra.mora import Mora
-from llmsuite.plugins.adapters_extra.vera import Vera
-
-METHODS: tuple[AdapterMethod, ...] = (Mixer(), Mora(), Vera(), Lokr())
 
 
 @hookimpl
 def llmsuite_register_adapters() -> list[AdapterMethod]:
-    return list(METHODS)
+    from llmsuite.plugins.adapters_extra.lokr import Lokr
+    from llmsuite.plugins.adapters_extra.mixer import Mixer
+    from llmsuite.plugins.adapters_extra.mora import Mora
+    from llmsuite.plugins.adapters_extra.vera import Vera
+
+    return [Mixer(), Mora(), Vera(), Lokr()]

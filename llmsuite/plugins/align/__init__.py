@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from llmsuite.contract.hookspecs import Command, hookimpl
-from llmsuite.plugins.align.command import COMMAND
 
 
 @hookimpl
 def llmsuite_register_commands() -> list[Command]:
-    return [COMMAND]
+    return [
+        Command.in_module(
+            "llmsuite.plugins.align.command",
+            name="align",
+            help="compare two parallel strategies or two models, module by module",
+            takes_overrides=True,
+        )
+    ]

@@ -16,7 +16,6 @@ from llmsuite.base.extras import check_plot
 from llmsuite.base.locks import scratch_directory
 from llmsuite.base.safe_files import is_dir
 from llmsuite.contract.registry import Registry
-from llmsuite.contract.specs import Command
 from llmsuite.recipe.load import REMOVE
 from llmsuite.recipe.plans import TrainPlan
 from llmsuite.recipe.resolve import RunPlan, plan_run
@@ -251,12 +250,3 @@ def _models(args: Any, registry: Registry) -> Sequence[Side]:
     length = min(source.config.max_position_embeddings for source in sources)
     ids = random_ids(vocabulary, length)
     return [record_model(source, backend, precision, ids) for source in sources]
-
-
-COMMAND = Command(
-    name="align",
-    help="compare two parallel strategies or two models, module by module",
-    add_arguments=add_arguments,
-    run=run,
-    takes_overrides=True,
-)

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from llmsuite import hookimpl
 from llmsuite.contract.hookspecs import DeviceKernels
-from llmsuite.plugins.cpu_kernels.cpu import CpuKernels
 
 
 @hookimpl
 def llmsuite_register_kernels() -> list[DeviceKernels]:
+    from llmsuite.plugins.cpu_kernels.cpu import CpuKernels
+
     return [CpuKernels()]

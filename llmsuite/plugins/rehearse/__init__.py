@@ -4,14 +4,27 @@
 from __future__ import annotations
 
 from llmsuite.contract.hookspecs import Command, hookimpl
-from llmsuite.plugins.rehearse import command, tune
 
 
 @hookimpl
 def llmsuite_register_commands() -> list[Command]:
-    return [command.COMMAND]
+    return [
+        Command.in_module(
+            "llmsuite.plugins.rehearse.command",
+            name="rehearse",
+            help="run a recipe's training step at its true size without a device",
+            takes_overrides=True,
+        )
+    ]
 
 
 @hookimpl
 def llmsuite_register_recipe_commands() -> list[Command]:
-    return [tune.COMMAND]
+    return [
+        Command.in_module(
+            "llmsuite.plugins.rehearse.tune",
+            name="tune",
+            help="find the fastest layout of a recipe on given devices, and write the recipe with it",
+            takes_overrides=True,
+        )
+    ]

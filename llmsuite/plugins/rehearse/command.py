@@ -16,7 +16,6 @@ from llmsuite.base.files import os_errors
 from llmsuite.base.locks import scratch_directory
 from llmsuite.base.safe_files import exists
 from llmsuite.contract.registry import PluginInfo, Registry
-from llmsuite.contract.specs import Command
 from llmsuite.recipe.fetch import fetch_names
 from llmsuite.recipe.load import REMOVE
 from llmsuite.recipe.plans import ModelPlan, ParallelPlan, TrainPlan
@@ -297,12 +296,3 @@ def run_rank_of(plan: RunPlan, registry: Registry, routing: Routing, hardware: s
     if hardware is not None:
         device = figures_of(hardware)
     return run_rank(rehearse, plan.model, plan.parallel, plan.train, directory, routing, device)
-
-
-COMMAND = Command(
-    name="rehearse",
-    help="run a recipe's training step at its true size without a device",
-    add_arguments=add_arguments,
-    run=run,
-    takes_overrides=True,
-)

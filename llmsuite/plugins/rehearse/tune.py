@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from llmsuite.base.errors import RecipeError, UserError
 from llmsuite.base.locks import scratch_directory
 from llmsuite.contract.registry import Registry
-from llmsuite.contract.specs import Command
 from llmsuite.plugins.rehearse.command import (
     figures_of,
     is_rank,
@@ -199,12 +198,3 @@ def _nearest(rejected: Sequence[Rejected], limit: float) -> str:
         f"optimizer's state in host memory; nearest is {nearest.strategy}, which takes {nearest.peak / gib:.1f} GiB, "
         f"{(nearest.peak - limit) / gib:.1f} GiB too much; give more --devices, or shorten data.max_length"
     )
-
-
-COMMAND = Command(
-    name="tune",
-    help="find the fastest layout of a recipe on given devices, and write the recipe with it",
-    add_arguments=add_arguments,
-    run=run,
-    takes_overrides=True,
-)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from llmsuite.contract.hookspecs import Command, hookimpl
-from llmsuite.plugins.studio.command import COMMAND
 
 
 @hookimpl
 def llmsuite_register_commands() -> list[Command]:
-    return [COMMAND]
+    return [
+        Command.in_module(
+            "llmsuite.plugins.studio.command",
+            name="studio",
+            help="serve a web page to edit a recipe, start it, watch it and chat with the result",
+        )
+    ]

@@ -8,7 +8,6 @@ from typing import Any
 
 from llmsuite.base.arguments import Port
 from llmsuite.contract.registry import Registry
-from llmsuite.contract.specs import Command
 
 
 def add_arguments(parser: Any) -> None:
@@ -30,11 +29,3 @@ def run(args: Any, registry: Registry) -> int:
             for name in server.close():
                 print(f"{name} continues; see: llmsuite watch {name}", flush=True)
     return 0
-
-
-COMMAND = Command(
-    name="studio",
-    help="serve a web page to edit a recipe, start it, watch it and chat with the result",
-    add_arguments=add_arguments,
-    run=run,
-)

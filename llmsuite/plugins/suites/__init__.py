@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from llmsuite.contract.hookspecs import ConversionOptions, ConvertedRecipe, DataFormat, RewardSpec, SuiteSpec, hookimpl
-from llmsuite.contract.registry import Registry
+
+if TYPE_CHECKING:
+    from llmsuite.contract.registry import Registry
 
 _PADDLENLP = "the arguments of PaddleNLP's llm/ scripts: JSON, or a shell script"
 _OTHERS = {

@@ -15,7 +15,7 @@ from llmsuite.cli.main import main
 from llmsuite.contract.registry import ALLOW_LIST, BUNDLED_PLUGINS, NO_PLUGINS, Registry
 from llmsuite.contract.schema.keys import walk
 from llmsuite.devices.vendors import VENDORS
-from llmsuite.recipe.load import recipe_type
+from llmsuite.recipe.recipe_class import recipe_type
 from tests.conftest import STAGE_PLUGIN, STAGES, PluginSite
 
 Run = Callable[..., tuple[int, str, str]]

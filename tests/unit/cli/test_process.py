@@ -36,6 +36,44 @@ def llmsuite(*words: str, cwd: Path, **changes: str) -> subprocess.CompletedProc
     )
 
 
+SLOW = {"jinja2", "jsonargparse", "numpy", "packaging", "paddle", "pydantic", "rich", "yaml"}
+"""Packages that take long to import."""
+
+
+def imported(*words: str, **variables: str) -> set[str]:
+    """The packages that a command imports."""
+    process = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "llmsuite", *words],
+        cwd=ROOT, env={**ENVIRONMENT, **variables}, capture_output=True, text=True, check=True, timeout=120,
+    )  # fmt: skip
+    lines = [line for line in process.stderr.splitlines() if line.startswith("import time:")]
+    assert len(lines) > 50, process.stderr
+    return {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
+
+
+@pytest.mark.parametrize("words", ["--help", "--version"])
+def test_what_needs_no_command_imports_no_slow_package(words: str) -> None:
+    assert imported(words) & SLOW == set()
+
+
+@pytest.mark.parametrize(
+    "words", ["list stages", "list recipes", "list formats", "list keys", "run --help", "plan --help"]
+)
+def test_commands_that_read_no_recipe_import_their_parser_only(words: str) -> None:
+    assert imported(*words.split()) & SLOW == {"jsonargparse", "yaml"}, "jsonargparse imports yaml"
+
+
+@pytest.mark.parametrize(
+    "line", ["llmsuite ", "llmsuite run recipes/llama/d", "llmsuite run recipes/llama/dpo.json --dpo.loss="]
+)
+def test_a_press_of_tab_imports_no_slow_package(line: str, tmp_path: Path) -> None:
+    asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9"}
+    answers = tmp_path / "answers"
+    found = imported(**asked, _ARGCOMPLETE_STDOUT_FILENAME=str(answers))
+    assert found & SLOW == set()
+    assert answers.read_text()
+
+
 def test_looking_needs_no_paddle(write_recipe: Callable[..., Path], tmp_path: Path) -> None:
     good = write_recipe()
     bad = write_recipe({"seed": -1}, name="bad.json")

@@ -129,7 +129,7 @@ def test_events_of_a_package(site: PluginSite, capsys: pytest.CaptureFixture[str
 
     event = "\n@llmsuite.hookimpl\ndef llmsuite_run_end(step):\n    print('ended at', step)\n"
     site.install("third-party", STAGE_PLUGIN + event)
-    registry = load_plugins(())
+    registry = load_plugins()
     registry.emit("llmsuite_run_end", run=RUN, step=9)
     assert capsys.readouterr().out == "ended at 9\n"
 

@@ -21,7 +21,7 @@ from llmsuite.base.errors import Problem, RecipeError
 from llmsuite.base.resources import bundled
 from llmsuite.contract.registry import Registry
 from llmsuite.contract.schema.keys import sections, walk
-from llmsuite.recipe.load import recipe_type
+from llmsuite.recipe.recipe_class import recipe_type
 from llmsuite.recipe.resolve import plan_run
 
 Key = tuple[str, ...]

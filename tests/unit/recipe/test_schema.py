@@ -21,7 +21,7 @@ from llmsuite.contract.registry import Registry
 from llmsuite.contract.schema.keys import field_docs, section_doc, sections, walk
 from llmsuite.contract.schema.recipe import Recipe
 from llmsuite.contract.schema.section import Section, as_plain
-from llmsuite.recipe.load import recipe_type
+from llmsuite.recipe.recipe_class import recipe_type
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.recipe.schema_json import recipe_schema
 from tests.conftest import VALID

@@ -15,7 +15,7 @@ from llmsuite.contract.registry import load_plugins
 from llmsuite.contract.schema.keys import walk
 from llmsuite.contract.schema.reward import RewardSection
 from llmsuite.contract.specs import StageSpec
-from llmsuite.recipe.load import recipe_type
+from llmsuite.recipe.recipe_class import recipe_type
 from llmsuite.rl.completion import Completion
 from llmsuite.rl.rewards import Rewards
 from tests.support.paths import ROOT

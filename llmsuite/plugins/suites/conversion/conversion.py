@@ -11,7 +11,7 @@ from llmsuite.contract.schema.keys import walk
 from llmsuite.contract.specs import ConvertedRecipe, JobSpec, ModelFamily, StageSpec
 from llmsuite.plugins.suites.conversion.arguments import Arguments
 from llmsuite.plugins.suites.conversion.kinds import ONE, Kind, check, is_on, is_true, number, wrong
-from llmsuite.recipe.load import recipe_type
+from llmsuite.recipe.recipe_class import recipe_type
 
 
 def check_stage(stage: str, registry: Registry, also: tuple[str, ...] = ()) -> None:

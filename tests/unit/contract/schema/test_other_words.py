@@ -9,7 +9,7 @@ import pytest
 from llmsuite.cli.main import main
 from llmsuite.contract.registry import Registry
 from llmsuite.contract.schema.keys import ALIASES, UNSUPPORTED_KEYS, did_you_mean, walk
-from llmsuite.recipe.load import recipe_type
+from llmsuite.recipe.recipe_class import recipe_type
 
 
 def test_the_table_has_keys_and_no_word_twice(registry: Registry) -> None:
