@@ -8,12 +8,22 @@ before it receives from the same peer: with such a copy in between, two ranks wa
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import contextvars
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import paddle
 
 from llmsuite.base.typing import Tensor
+
+_ALIGNMENT = 256
+"""Bytes: where a tensor may begin in memory, as in Paddle's allocators."""
+_PARTS = frozenset({"bool", "int32", "int64", "float32", "float64"})
+"""Dtypes of arrays that may share a copy with others."""
 
 
 def tensor_of(values: Any, dtype: Any = None, place: Any = None) -> Tensor:
@@ -47,6 +57,93 @@ def tensor_of(values: Any, dtype: Any = None, place: Any = None) -> Tensor:
         tensor = _filled(array, place)
     tensor.stop_gradient = True  # it says so by itself, but a PyLayer demands a gradient of one that has not been set
     return tensor
+
+
+def tensors_of(arrays: Sequence[np.ndarray]) -> list[Tensor]:
+    """Tensors with the values of several arrays, on the current device. To an accelerator they go in one copy, and are
+    parts of one buffer: nobody may change them in place."""
+    place = paddle.framework._current_expected_place()
+    joined = [array for array in arrays if array.dtype.name in _PARTS and array.ndim and array.size]
+    if len(joined) < 2 or not is_like_gpu(place):
+        return [tensor_of(array) for array in arrays]
+    begins = []
+    size = 0
+    for array in joined:
+        begins.append(size)
+        size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+    buffer = np.zeros(size, "uint8")
+    for array, begin in zip(joined, begins):
+        buffer[begin : begin + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view("uint8")
+    there = _sent(_filled(buffer, paddle.CPUPlace()), place)
+    # the whole buffer in each dtype first: of a part of it, Paddle 3.3.1 finds the wrong address in another dtype
+    of_dtype = {name: there.view(name) for name in {array.dtype.name for array in joined}}
+    parts = {id(array): _part(of_dtype[array.dtype.name], array, begin) for array, begin in zip(joined, begins)}
+    return [parts[id(array)] if id(array) in parts else tensor_of(array) for array in arrays]
+
+
+def _part(whole: Tensor, array: np.ndarray, begin: int) -> Tensor:
+    """The part of a buffer that has the values of an array and begins at a byte."""
+    strides = [math.prod(array.shape[dim + 1 :]) for dim in range(array.ndim)]
+    tensor = paddle.as_strided(whole, list(array.shape), strides, begin)
+    tensor.stop_gradient = True  # as in `tensor_of`
+    return tensor
+
+
+_in_flight: collections.deque[tuple[Tensor, Any]] = collections.deque()
+"""Pinned memory that a copy may still read, and the event after that copy."""
+
+
+def _sent(values: Tensor, place: Any) -> Tensor:
+    """A copy of a tensor of the host on an accelerator, which the host does not wait for."""
+    if not place.is_gpu_place():
+        return values._copy_to(place, False)
+    # pinned: CUDA would copy more than 64 KB of pageable memory when its turn on the stream comes, and the host waits
+    pinned = values.pin_memory()
+    tensor = pinned._copy_to(place, False)
+    # Paddle would give pinned memory to the next tensor as soon as nobody refers to it, while the copy still reads it
+    while _in_flight and _in_flight[0][1].query():
+        _in_flight.popleft()
+    _in_flight.append((pinned, paddle.device.current_stream().record_event()))
+    return tensor
+
+
+class _OneCopy:
+    """Arrays whose tensors are made together, when the first one is asked for."""
+
+    def __init__(self, arrays: Iterable[np.ndarray]):
+        self._arrays = list(arrays)
+        self._numbers = {id(array): number for number, array in enumerate(self._arrays)}
+        self._tensors: list[Tensor] = []
+
+    def tensor_of(self, values: Any) -> Tensor | None:
+        """The tensor of one of the arrays; None for other values."""
+        number = self._numbers.get(id(values))
+        if number is None:
+            return None
+        self._tensors = self._tensors or tensors_of(self._arrays)
+        return self._tensors[number]
+
+
+_together: contextvars.ContextVar[_OneCopy | None] = contextvars.ContextVar("arrays in one copy", default=None)
+
+
+@contextlib.contextmanager
+def in_one_copy(arrays: Iterable[np.ndarray]) -> Iterator[None]:
+    """While active, `shared_tensor_of` gives tensors of these arrays that go to an accelerator in one copy. It is made
+    when the first of them is asked for. Nobody changes the arrays meanwhile."""
+    on_accelerator = is_like_gpu(paddle.framework._current_expected_place())
+    token = _together.set(_OneCopy(arrays) if on_accelerator else None)
+    try:
+        yield
+    finally:
+        _together.reset(token)
+
+
+def shared_tensor_of(values: Any) -> Tensor:
+    """`tensor_of`, where others may get the same tensor, as under `in_one_copy`: nobody may change it in place."""
+    together = _together.get()
+    found = None if together is None else together.tensor_of(values)
+    return tensor_of(values) if found is None else found
 
 
 def array_of(tensor: Tensor) -> np.ndarray:

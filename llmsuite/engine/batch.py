@@ -12,7 +12,7 @@ with up to S answers; pairs are [P], or [P, S] for P rows of chosen answers.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ import paddle
 
 from llmsuite.base.errors import UserError
 from llmsuite.base.typing import Tensor
-from llmsuite.devices.tensors import tensor_of
+from llmsuite.devices.tensors import shared_tensor_of, tensor_of
 from llmsuite.parallel.loss_ledger import BatchSum
 from llmsuite.parallel.program.pipeline import LENGTHS
 
@@ -32,8 +32,6 @@ _ANSWERS = "answers"
 """Input of a program, [B, L]: the number within its row, from 1, of the answer that a target belongs to; 0 for none."""
 _SLOTS = "slots"
 """Input of a program with packed rows, [B, S]: the number within its row, from 1, of the answer in each slot."""
-_NUMPY = {paddle.float32: "float32", paddle.float64: "float64"}
-"""Names of dtypes in NumPy."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,7 +94,7 @@ def tensor(batch: Batch, name: str) -> Tensor:
             f'engine.program: is step, and the loss of this stage uses batch["{name}"], which its `batch_layout` does '
             "not list; or set engine.program to layers"
         )
-    return tensor_of(value) if isinstance(value, np.ndarray) else value
+    return shared_tensor_of(value) if isinstance(value, np.ndarray) else value
 
 
 def stat(batch: Batch, name: str) -> Tensor:
@@ -138,8 +136,7 @@ def sum_of_tokens(values: Tensor, batch: Batch) -> Tensor:
 def sum_by_answer(values: Tensor, batch: Batch) -> Tensor:
     """Sum of the values of the tokens of each answer: [A], in a program [B] or [B, S]."""
     if not isinstance(batch, ProgramBatch):
-        is_owner = batch["owners"] == np.arange(batch["owners"][-1] + 1)[:, None]
-        return paddle.mv(tensor_of(is_owner.astype(_NUMPY[values.dtype])), values)
+        return paddle.mv(_is_owner(batch).astype(values.dtype), values)
     if _SLOTS in batch:
         values = values.unsqueeze(1)  # [B, 1, L]
     return (values * batch.mask_of_answers().astype(values.dtype)).sum(-1)
@@ -149,7 +146,7 @@ def tokens_by_answer(batch: Batch) -> Tensor:
     """Number of tokens of each answer, float32: [A], in a program [B] or [B, S]."""
     if isinstance(batch, ProgramBatch):
         return batch.mask_of_answers().astype("float32").sum(-1)
-    return tensor_of(np.bincount(batch["owners"]).astype("float32"))
+    return _is_owner(batch).astype("float32").sum(-1)
 
 
 def split_pairs(values: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -163,11 +160,26 @@ def split_pairs(values: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     return by_pair[:, 0], by_pair[:, 1]
 
 
+def _is_owner(batch: Batch) -> Tensor:
+    """True for the tokens of each answer, [A, N]."""
+    owners = tensor(batch, "owners")
+    return owners == paddle.arange(int(batch["owners"][-1]) + 1, dtype=owners.dtype).unsqueeze(-1)
+
+
 def _is_target(batch: ProgramBatch) -> Tensor:
     return batch[_ANSWERS] > 0
 
 
 # for the engine
+
+
+def arrays_in(batch: Batch) -> Iterator[np.ndarray]:
+    """The arrays of a batch, and of the batches that are entries of it."""
+    for value in batch.values():
+        if isinstance(value, np.ndarray):
+            yield value
+        elif isinstance(value, dict):
+            yield from arrays_in(value)
 
 
 def program_inputs(batch: Batch, layout: BatchLayout, length: int) -> dict[str, np.ndarray]:

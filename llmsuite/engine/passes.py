@@ -14,7 +14,8 @@ import paddle
 
 from llmsuite.base.spans import span
 from llmsuite.contract.specs import PrePassKind
-from llmsuite.engine.batch import Batch
+from llmsuite.devices.tensors import in_one_copy
+from llmsuite.engine.batch import Batch, arrays_in
 from llmsuite.engine.model_flops import StepWork
 from llmsuite.engine.objective import Objective
 from llmsuite.parallel import collective
@@ -65,7 +66,8 @@ class Passes:
         if method is not None and batch is not None:
             bound = functools.partial(method, self.model, batch)
         self.model.prompt_lengths = None if batch is None else batch.get("prompt_lengths")
-        return self.model.forward(action, bound, lengths)
+        with in_one_copy(arrays_in(batch or {})):
+            return self.model.forward(action, bound, lengths)
 
     def batch_of(self, action: Action, get: Callable[[int], Batch]) -> Batch | None:
         """Return the batch of a pass on the first or the last stage; None on middle stages."""

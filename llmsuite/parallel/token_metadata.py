@@ -9,7 +9,7 @@ from typing import Any
 import paddle
 
 from llmsuite.base.typing import Tensor
-from llmsuite.devices.tensors import array_of, tensor_of
+from llmsuite.devices.tensors import array_of, shared_tensor_of, tensor_of
 
 _KEYS = 1 << 32
 """Number of keys; they start at -2^31."""
@@ -18,7 +18,7 @@ _KEYS = 1 << 32
 def mark_padding(document_starts: Tensor | None, lengths: Any, shape: Sequence[int]) -> Tensor:
     """Document starts [B, L] with -1 for the padding after the `lengths` [B] of the rows."""
     document_starts = paddle.zeros(shape, dtype="int64") if document_starts is None else document_starts
-    is_padding = paddle.arange(shape[1]) >= tensor_of(lengths).unsqueeze(-1)
+    is_padding = paddle.arange(shape[1]) >= shared_tensor_of(lengths).unsqueeze(-1)
     return paddle.where(is_padding, paddle.full_like(document_starts, -1), document_starts)
 
 

@@ -25,7 +25,7 @@ from llmsuite.base.errors import UserError
 from llmsuite.base.typing import Tensor
 from llmsuite.data.lazy_sequences import LazySequence, LengthFunction, lengths_of
 from llmsuite.data.rows import Unpaired, conversations_of
-from llmsuite.devices.tensors import array_of, tensor_of
+from llmsuite.devices.tensors import array_of
 from llmsuite.engine.batch import BatchLayout, stat, tensor, total
 from llmsuite.engine.row_reader import RowReader
 from llmsuite.engine.stage import Batch, DropCounts, LossTerms, PrePassKind, Stage, StageContext, Sums
@@ -155,7 +155,7 @@ class KtoStage(Stage[LabelledAnswer]):
             return {}
         unrelated = batch["unrelated"]
         ratios = log_ratios(answer_logps(model, unrelated), unrelated)
-        return {"kl": ((ratios * tensor_of(unrelated["counts"])).sum(), float(unrelated["counts"].sum()))}
+        return {"kl": ((ratios * tensor(unrelated, "counts")).sum(), float(unrelated["counts"].sum()))}
 
     # loss
 

@@ -15,7 +15,6 @@ import numpy as np
 import paddle
 
 from llmsuite.base.typing import Tensor
-from llmsuite.devices.tensors import tensor_of
 from llmsuite.engine.batch import as_tokens, flat_targets, tensor, total
 from llmsuite.engine.stage import Batch, LossTerms
 
@@ -123,13 +122,13 @@ def hidden_at_positions(model: Any, batch: Batch) -> Tensor:
     hidden = hidden_states(model, batch).flatten(0, 1)
     if "positions" not in batch:
         return hidden
-    return pick_rows(hidden, batch["positions"])
+    return pick_rows(hidden, tensor(batch, "positions"))
 
 
-def pick_rows(hidden: Tensor, positions: np.ndarray) -> Tensor:
+def pick_rows(hidden: Tensor, positions: Tensor) -> Tensor:
     """The rows of hidden states [M, D] at positions [N], with a gradient: [N, D]."""
     # not `index_select`: on GPUs one thread adds up its whole gradient (`FLAGS_cudnn_deterministic`, Paddle 3.3.1)
-    return paddle.gather(hidden, tensor_of(positions), 0)
+    return paddle.gather(hidden, positions, 0)
 
 
 def hidden_states(model: Any, batch: Batch) -> Tensor:
@@ -185,18 +184,18 @@ def mtp_nll(model: Any, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor, T
         Negative log-probabilities of the targets [N]; the weighted sum of those of the MTP targets; and 1 where greedy
         decoding picks a target, else 0 [N], or None in training.
     """
-    mtp_hidden = model.mtp_hidden_states(hidden, tensor_of(batch["next_ids"]))  # [B, L, D]
+    mtp_hidden = model.mtp_hidden_states(hidden, tensor(batch, "next_ids"))  # [B, L, D]
     # one product with the output projection for both. They are concatenated before positions are picked: the
     # gradient of the picked rows is a sum over tensor parallel ranks, which Paddle would split in the backward pass of
     # a concatenation
     both = paddle.concat([hidden.flatten(0, 1), mtp_hidden.flatten(0, 1)])
     num_inputs = batch["next_ids"].size
-    positions = batch.get("positions", np.arange(num_inputs))
-    picked = np.concatenate([positions, num_inputs + batch["mtp_positions"]])
-    targets = tensor_of(np.concatenate([batch["targets"], batch["mtp_targets"]]))
+    positions = tensor(batch, "positions") if "positions" in batch else paddle.arange(num_inputs, dtype="int64")
+    picked = paddle.concat([positions, tensor(batch, "mtp_positions") + num_inputs])
+    targets = paddle.concat([tensor(batch, "targets"), tensor(batch, "mtp_targets")])
     nll, is_picked = nll_and_greedy_match(model, pick_rows(both, picked), targets)
-    count = positions.size
-    mtp_loss = (nll[count:] * tensor_of(batch["mtp_weights"])).sum()
+    count = len(batch["targets"])
+    mtp_loss = (nll[count:] * tensor(batch, "mtp_weights")).sum()
     if is_picked is not None:
         is_picked = is_picked[:count]
     return nll[:count], mtp_loss, is_picked

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from llmsuite.base.typing import Tensor
-from llmsuite.devices.tensors import tensor_of
+from llmsuite.engine.batch import tensor
 from llmsuite.engine.stage import Batch, CriticStage, LossTerms, StageContext
 from llmsuite.rl.advantages import Tokens, gae, whiten
 from llmsuite.stages import rl_losses
@@ -107,9 +107,9 @@ class PpoStage(GrpoStage, CriticStage[Any]):
     def critic_loss(self, model: Any, batch: Batch) -> LossTerms:
         """Sum over the tokens; tokens of completions that are not trained on have weight 0."""
         values = self.values(model, batch)
-        old = tensor_of(batch["values"])
-        returns = tensor_of(batch["returns"])
-        weights = tensor_of(batch["weights"])
+        old = tensor(batch, "values")
+        returns = tensor(batch, "returns")
+        weights = tensor(batch, "weights")
         losses = rl_losses.value_loss(values, old, returns, self._value_clip)
         clip = np.inf if self._value_clip is None else self._value_clip
         observed = {

@@ -19,7 +19,7 @@ import paddle
 import paddle.nn.functional as F
 
 from llmsuite.base.typing import Tensor
-from llmsuite.devices.tensors import tensor_of
+from llmsuite.devices.tensors import tensor_of, tensors_of
 
 Level = Literal["token", "sequence"]
 Normaliser = Literal["sequence_mean", "token_mean", "constant"]
@@ -49,8 +49,7 @@ class Completions(Partition):
         grid = np.full([len(self.lengths), width], total, "int64")  # index T is the zero that `sum` appends
         for row, start, length in zip(grid, itertools.accumulate(self.lengths, initial=0), self.lengths):
             row[:length] = range(start, start + length)
-        self._grid = tensor_of(grid.ravel())
-        self._positions = tensor_of(np.flatnonzero(grid.ravel() < total))
+        self._grid, self._positions = tensors_of([grid.ravel(), np.flatnonzero(grid.ravel() < total)])
         self._shape = list(grid.shape)
 
     def sum(self, values: Tensor) -> Tensor:

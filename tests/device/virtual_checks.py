@@ -158,6 +158,33 @@ def reads_and_waits_are_located() -> None:
     assert {record.place for record in (*uploaded, *read)} == {kinds.UNKNOWN}  # tests are no part of the package
 
 
+def arrays_arrive_in_one_copy() -> None:
+    from llmsuite.devices.tensors import array_of, in_one_copy, shared_tensor_of, tensors_of
+
+    arrays = [
+        np.arange(6).reshape(2, 3).T,  # not contiguous
+        np.array([True, False, True]),
+        np.linspace(0, 1, 130, dtype="float32"),
+        np.zeros([0, 2], "int64"),
+        np.array([1.5, -2.5]),
+        np.array([0x3F80, 0x4000], "uint16"),  # bits of bfloat16
+    ]
+    made: list[Any] = []
+    found = recorded(lambda: made.extend(tensors_of(arrays)))
+    assert [record.kind for record in found if record.kind != kinds.KERNEL] == [kinds.UPLOAD, kinds.UPLOAD], found
+    for tensor, array in zip(made, arrays, strict=True):
+        assert tensor.shape == list(array.shape)
+        assert tensor.stop_gradient
+        assert tensor.is_contiguous()
+        assert np.array_equal(array_of(tensor), array), (tensor, array)
+    positions = np.arange(3)
+    with in_one_copy([positions, *arrays[:3]]):
+        found = recorded(lambda: made.extend(shared_tensor_of(array) for array in (positions, arrays[2], positions)))
+    assert [record.kind for record in found if record.kind != kinds.KERNEL] == [kinds.UPLOAD], found
+    assert array_of(made[-1]).tolist() == [0, 1, 2]
+    assert np.array_equal(array_of(made[-2]), arrays[2])
+
+
 def what_is_alive_is_known() -> None:
     import paddle
 
@@ -216,6 +243,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         kernels_of_gpus_are_there,
         attention_weights_take_no_memory,
         reads_and_waits_are_located,
+        arrays_arrive_in_one_copy,
         what_is_alive_is_known,
         pinned_memory_is_address_space_too,
         memory_ends,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import collections
 import gc
 import re
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +15,8 @@ import paddle
 import psutil
 import pytest
 
-from llmsuite.devices.tensors import array_of, tensor_of
+from llmsuite.devices import tensors
+from llmsuite.devices.tensors import array_of, in_one_copy, shared_tensor_of, tensor_of, tensors_of
 from tests.support.host_copies import host_copies
 from tests.support.house import house
 from tests.support.paths import ROOT
@@ -136,6 +139,46 @@ def test_a_copy_from_a_gpu_waits_for_the_stream_of_computations(monkeypatch: pyt
     tensor: Any = OnGpu([1.0, 2.5], log)
     assert array_of(tensor).tolist() == [1.0, 2.5]
     assert log == [(str(paddle.CPUPlace()), False), "waited"]
+
+
+class OnHost:
+    """A tensor of the host that notes what becomes of it."""
+
+    def __init__(self, log: list[object]):
+        self._log = log
+
+    def pin_memory(self) -> Any:
+        pinned: Any = OnHost(self._log)
+        weakref.finalize(pinned, self._log.append, "freed")
+        return pinned
+
+    def _copy_to(self, place: Any, blocking: bool) -> Any:
+        self._log.append(("copy", blocking))
+        return paddle.ones([1])
+
+
+def test_pinned_memory_is_kept_until_it_was_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[object] = []
+    is_over = [False]
+    event = SimpleNamespace(query=lambda: is_over[0])
+    monkeypatch.setattr(paddle.device, "current_stream", lambda: SimpleNamespace(record_event=lambda: event))
+    monkeypatch.setattr(tensors, "_in_flight", collections.deque())
+    place = SimpleNamespace(is_gpu_place=lambda: True)
+    given: Any = OnHost(log)
+    for _ in range(2):
+        tensors._sent(given, place)
+    assert log == [("copy", False), ("copy", False)]
+    is_over[0] = True
+    tensors._sent(given, place)
+    assert log == [("copy", False), ("copy", False), ("copy", False), "freed", "freed"]
+
+
+def test_arrays_on_the_cpu_have_tensors_of_their_own() -> None:
+    array = np.arange(3)
+    with in_one_copy([array]):
+        first, second = shared_tensor_of(array), shared_tensor_of(array)
+    assert first.data_ptr() != second.data_ptr()
+    assert [tensor.tolist() for tensor in tensors_of([array, array + 1])] == [[0, 1, 2], [1, 2, 3]]
 
 
 ROOMS = tuple(f"llmsuite.{room}." for room in ("adapters", "engine", "models", "observe", "parallel", "rl", "stages"))
