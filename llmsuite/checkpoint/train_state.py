@@ -47,7 +47,7 @@ class TrainState:
     early_stopping: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Evaluations without an improvement so far, see `llmsuite.engine.early_stopping`; empty without early stopping."""
     loss_watchdog: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Steps with a high loss so far, see `llmsuite.engine.loss_watchdog`; empty without a watchdog."""
+    """Steps with a high loss so far, see `llmsuite.engine.early_stopping`; empty without a watchdog."""
     inputs: dict[str, str] = dataclasses.field(default_factory=dict)
     """Digests of the data files and of the initial weights, by key and name for messages."""
     rollouts: dict[str, Any] = dataclasses.field(default_factory=dict)

@@ -20,9 +20,8 @@ from llmsuite.engine.eager_engine import EagerEngine
 from llmsuite.engine.guard import Guard
 from llmsuite.engine.model_state import CRITIC, FullModelState, restore_from_stem
 from llmsuite.engine.passes import MicroBatchLoader, Passes, run_prepasses
-from llmsuite.engine.rules import StepRules
+from llmsuite.engine.rules import StepCallback, StepRules
 from llmsuite.engine.stage import CriticStage, Stage
-from llmsuite.engine.step_callback import StepCallback
 from llmsuite.parallel import collective
 from llmsuite.parallel.loss_ledger import LossLedger, LossTerms, Sums
 from llmsuite.parallel.mesh import Mesh

@@ -1,18 +1,47 @@
-"""Data loader of a run: the micro-batches of one step after the other, prefetched by threads if the recipe sets
-them."""
+"""Samples of the steps of a run: the interface of their sources, and the one of stages that train on rows, whose
+micro-batches are prefetched by threads if the recipe sets them."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 from llmsuite.data.loader import Prefetcher
 from llmsuite.engine.batch import Batch
 from llmsuite.engine.data import TrainingData
 from llmsuite.engine.passes import MicroBatchLoader
-from llmsuite.engine.sample_source import StepSamples
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSamples:
+    """The samples that one step trains on."""
+
+    batches: MicroBatchLoader
+    """This rank's micro-batches."""
+    can_checkpoint: bool
+    """True if a checkpoint may be written after the step: a resumed run can go on with the next one."""
+
+
+class SampleSource(Protocol):
+    """The samples of a run, step by step. Every rank has one and makes the same calls."""
+
+    samples: int
+    """Position in the stream of samples after the last finished step, where a resumed run goes on."""
+
+    def next_step(self, step: int) -> StepSamples:
+        """Return the samples of a step, counted from 1. After a roll-back the steps are counted from the one of the
+        checkpoint again, and their samples are those after the ones that are used up. Raises AgreedError on all ranks
+        where they cannot be made."""
+
+    def finish_step(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Count the samples of the step as used up; return its metrics with those of the samples. Raises UserError when
+        the run has to end. A collective call."""
+
+    def close(self) -> None:
+        """Stop threads and processes, after the last step or an error."""
 
 
 class StepDataLoader:

@@ -13,10 +13,9 @@ from llmsuite.contract.schema.engine import EngineSection
 from llmsuite.contract.schema.recipe import TrainSection
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.engine.build import BuiltModel
-from llmsuite.engine.passes import MicroBatchLoader, Passes, run_prepasses
-from llmsuite.engine.rules import StepRules, finite_metrics
+from llmsuite.engine.passes import MicroBatchLoader, Passes
+from llmsuite.engine.rules import StepRules
 from llmsuite.engine.train_engine import TrainEngine
-from llmsuite.launch import calls
 from llmsuite.parallel.ledger_entries import COUNTS
 from llmsuite.parallel.loss_ledger import LossLedger
 from llmsuite.parallel.optimizer import Optimizer
@@ -45,38 +44,25 @@ def train_step(
     """
     optimizer = engine.optimizer
     rules = engine.rules
-    scale = rules.loss_scale
-    calls.step(step)
-    engine.passes.model.step = step
-    ledger = LossLedger()
-    ledger.add_requests(**requests)
-    run_prepasses(engine.passes, batches)
-    for callback in rules.callbacks:
-        callback.before_passes(batches.all_batches, scale.value)
-
-    engine.forward_backward(batches, ledger, scale.value)
+    scale = rules.loss_scale.value
+    ledger = engine.begin_step(step, batches, requests)
+    rules.before_passes(batches.all_batches)
+    engine.forward_backward(batches, ledger, scale)
     # one sum over the ranks for the loss, the metrics and the requests
     weight, metrics = ledger.reduce()
     metrics |= ledger.maxima(rules.max_metrics)
     # a global batch whose rollouts are all empty has weight 0, and gradients of 0
-    metrics["grad_norm"] = optimizer.finish_gradients((weight or 1.0) * scale.value)
-    for callback in rules.callbacks:
-        callback.after_passes()
-        if is_logged or any(metrics[name] for name in requests):
-            metrics |= callback.metrics()
+    metrics["grad_norm"] = optimizer.finish_gradients((weight or 1.0) * scale)
+    rules.after_passes(metrics, requests, is_logged)
     metrics["learning_rate"] = optimizer.learning_rate(step)
     metrics["reader_seconds"] = batches.seconds
 
     # loss and norm are reduced over all ranks, so all of them make the same decision
     if rules.decide(step, weight, metrics) != "accept":
         optimizer.drop_gradients()
-        for callback in rules.callbacks:
-            callback.after_skip()
-        return finite_metrics(metrics)
+        return rules.after_skip(metrics)
     optimizer.step(step)
-    for callback in rules.callbacks:
-        callback.after_update()
-    scale.grow()
+    rules.after_update()
     return metrics
 
 

@@ -18,7 +18,7 @@ import paddle
 from llmsuite.base.errors import UserError
 from llmsuite.base.typing import Tensor
 from llmsuite.devices.tensors import tensor_of
-from llmsuite.engine.step_callback import StepCallback
+from llmsuite.engine.rules import StepCallback
 from llmsuite.models.experts import LoadBalance
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel import collective

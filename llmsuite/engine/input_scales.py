@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from llmsuite.engine.step_callback import StepCallback
+from llmsuite.engine.rules import StepCallback
 from llmsuite.models.int8_grid import input_scale
 from llmsuite.models.qat import fake_quantized
 from llmsuite.parallel import collective

@@ -8,24 +8,42 @@ import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import paddle
 
 from llmsuite.base.spans import span
 from llmsuite.contract.specs import PrePassKind
 from llmsuite.devices.tensors import in_one_copy
-from llmsuite.engine.batch import Batch, arrays_in
+from llmsuite.engine.batch import Batch, BatchLayout, arrays_in
 from llmsuite.engine.model_flops import StepWork
-from llmsuite.engine.objective import Objective
 from llmsuite.parallel import collective
-from llmsuite.parallel.loss_ledger import LossLedger
+from llmsuite.parallel.loss_ledger import LossLedger, LossTerms, Sums
 from llmsuite.parallel.pipeline import PipelineStage
 from llmsuite.parallel.schedule import Action, Kind, order
 
 T = TypeVar("T")
 ObjectiveMethod = Callable[[Any, Batch], T]
 """A method of the objective that takes the model and a batch."""
+
+
+class Objective(Protocol):
+    """Interface of a stage for the engine: the loss of batches, without ranks, meshes or optimizers."""
+
+    def prepass(self, kind: PrePassKind, model: Any, batch: Batch) -> Sums:
+        """Return sums over one micro-batch that the loss needs of the full global batch. Called once per pre-pass."""
+
+    def loss(self, model: Any, batch: Batch) -> LossTerms:
+        """Run the forward pass of one micro-batch. `batch["prepass_stats"]` has the sums of the pre-passes, each
+        divided by its weight."""
+
+
+class ProgramObjective(Objective, Protocol):
+    """Interface of a stage whose steps can be compiled programs, see `engine.stage.Stage`."""
+
+    @property
+    def batch_layout(self) -> BatchLayout:
+        """The entries of batches that `loss` uses."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,3 +190,28 @@ def run_prepasses(passes: Passes, batches: MicroBatchLoader, num_counted: int | 
         passes.model.train()
     if objective is not None:
         batches.prepass_stats = ledger.ratios()
+
+
+@paddle.no_grad()
+def evaluate(batches: MicroBatchLoader, passes: Passes, num_counted: int | None = None) -> dict[str, float]:
+    """Compute metrics over the micro-batches of all ranks. Leaves the model in training mode.
+
+    Args:
+        batches: as many micro-batches on every rank, as each forward pass of sharding stage 3 is a collective
+            operation that gathers parameters.
+        passes: passes of the model, in any mode. Pre-passes run over all samples of the evaluation.
+        num_counted: number of micro-batches that count, at least one; the rest only matches the number of other ranks.
+            None for all.
+    """
+    ledger = LossLedger()
+    run_prepasses(passes, batches, num_counted)
+    passes.model.eval()
+    loss = passes.objective.loss if passes.objective is not None else None
+    for action in passes.actions(len(batches)):
+        if not action.forward:
+            continue
+        terms = passes.forward(action, loss, passes.batch_of(action, batches.pop))
+        if terms is not None and (num_counted is None or action.micro_batch < num_counted):
+            ledger.add(terms)
+    passes.model.train()
+    return ledger.reduce()[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,14 +17,12 @@ from llmsuite.devices.tensors import array_of, tensor_of
 from llmsuite.engine.batch import Batch, ProgramBatch, program_inputs
 from llmsuite.engine.build import BuiltModel
 from llmsuite.engine.expert_balance import ExpertBalance
-from llmsuite.engine.objective import ProgramObjective
-from llmsuite.engine.passes import MicroBatchLoader, Passes, run_prepasses
-from llmsuite.engine.rules import StepRules, finite_metrics
+from llmsuite.engine.passes import MicroBatchLoader, Passes, ProgramObjective
+from llmsuite.engine.rules import StepRules
 from llmsuite.engine.train_engine import TrainEngine
-from llmsuite.launch import calls
 from llmsuite.parallel import collective
 from llmsuite.parallel.ledger_entries import COUNTS
-from llmsuite.parallel.loss_ledger import BatchSum, LossLedger, total_of
+from llmsuite.parallel.loss_ledger import BatchSum, total_of
 from llmsuite.parallel.program.auto_parallel import AutoParallelLayout
 from llmsuite.parallel.program.experts import with_experts
 from llmsuite.parallel.program.forward import MAXIMUM
@@ -103,7 +102,9 @@ class ProgramEngine(TrainEngine):
             zero_group = ZeroGroup(parallel_plan.degrees.num_data_ranks, mesh.data_rank, mesh.data_group)
         expert_parallel = frozenset[str]() if built.pipeline is None else built.pipeline.expert_parallel
         optimizer = ProgramOptimizer(built.shards, train, total_steps, zero_group, expert_parallel)
-        super().__init__(passes, optimizer, rules)
+        # the balance of experts is a part of the program
+        callbacks = [callback for callback in rules.callbacks if not isinstance(callback, ExpertBalance)]
+        super().__init__(passes, optimizer, dataclasses.replace(rules, callbacks=callbacks))
         self._objective = objective
         self._edited_ends = built.part.edited_ends
         # a family may support experts, and this shape of it have none
@@ -132,15 +133,9 @@ class ProgramEngine(TrainEngine):
     ) -> dict[str, float]:
         """Run one step as a compiled program."""
         rules = self.rules
-        calls.step(step)
-        self.passes.model.step = step
-        ledger = LossLedger()
-        ledger.add_requests(**requests)
-        run_prepasses(self.passes, batches)
+        ledger = self.begin_step(step, batches, requests)
         own = [batches.pop(number) for number in range(len(batches.all_batches()))]
-        callbacks = [callback for callback in rules.callbacks if not isinstance(callback, ExpertBalance)]
-        for callback in callbacks:
-            callback.before_passes(lambda: own, rules.loss_scale.value)
+        rules.before_passes(lambda: own)
         inputs = self._inputs(own)
         self._programs.prepare(inputs, len(batches))  # which denominators there are is known from the loss
         divided_by = dict.fromkeys(self._loss.denominators.values())  # in the same order on all ranks
@@ -151,10 +146,7 @@ class ProgramEngine(TrainEngine):
         weight, metrics = ledger.reduce()
         rules.check_weight(step, weight)
         batch_sums = {name.removeprefix(_SUM): metrics.pop(name) for name in [*metrics] if name.startswith(_SUM)}
-        for callback in callbacks:  # before the program updates anything: a callback may stop the run
-            callback.after_passes()
-            if is_logged or any(metrics[name] for name in requests):
-                metrics |= callback.metrics()
+        rules.after_passes(metrics, requests, is_logged)  # before the update: a callback may stop the run
         # the program differentiates a sum over the samples, as eager steps do, so gradients have the same range in fp16
         scale = rules.loss_scale.value * weight if self._scales_loss else 1.0
         sums = self._programs.run(step, inputs, len(batches), rules.guard.largest_norm, scale, weight)
@@ -173,16 +165,12 @@ class ProgramEngine(TrainEngine):
         # come to the same decision from the same numbers, and record it
         is_accepted = rules.decide(step, weight, metrics) == "accept"
         assert is_accepted == is_updated, "the program has decided otherwise"
-        if is_accepted:
-            rules.loss_scale.grow()
-            if self._balance is not None:
-                self._balance.after_update()
-            for callback in callbacks:
-                callback.after_update()
-            return metrics
-        for callback in callbacks:
-            callback.after_skip()
-        return finite_metrics(metrics)
+        if not is_accepted:
+            return rules.after_skip(metrics)
+        if self._balance is not None:
+            self._balance.after_update()
+        rules.after_update()
+        return metrics
 
     def _inputs(self, batches: Sequence[Batch]) -> dict[str, np.ndarray]:
         """Concatenate the program inputs of all micro-batches of this rank. Zeros on ranks without batches. All ranks

@@ -21,10 +21,10 @@ from llmsuite.devices.base import DeviceBackend
 from llmsuite.engine.build import BuiltModel
 from llmsuite.engine.critic import Critic, NoCritic
 from llmsuite.engine.data import EvaluationSet, TrainingData
+from llmsuite.engine.data_loader import StepSamples
 from llmsuite.engine.full_weights import full_weights
 from llmsuite.engine.passes import MicroBatchLoader, Passes, run_prepasses
 from llmsuite.engine.rollout_mismatch import find_rollout_mismatch
-from llmsuite.engine.sample_source import StepSamples
 from llmsuite.engine.stage import AsyncRolloutStage, RolloutResult, RolloutStage, Stage
 from llmsuite.parallel import collective
 from llmsuite.parallel.mesh import Mesh

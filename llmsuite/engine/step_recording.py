@@ -12,7 +12,7 @@ import paddle
 from llmsuite.base.typing import Tensor
 from llmsuite.devices.tensors import array_of
 from llmsuite.engine.build import BuiltModel
-from llmsuite.engine.step_callback import StepCallback
+from llmsuite.engine.rules import StepCallback
 from llmsuite.observe.activations.recording import ActivationHooks, Tokens
 from llmsuite.observe.activations.samples import Sample, sample_of
 from llmsuite.parallel.mesh import Mesh

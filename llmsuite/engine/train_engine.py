@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmsuite.checkpoint.train_state import TrainState
-from llmsuite.engine.passes import MicroBatchLoader, Passes
+from llmsuite.engine.passes import MicroBatchLoader, Passes, run_prepasses
 from llmsuite.engine.rules import StepRules
+from llmsuite.launch import calls
 from llmsuite.parallel.base_optimizer import BaseOptimizer
+from llmsuite.parallel.loss_ledger import LossLedger
 
 
 class TrainEngine(abc.ABC):
@@ -29,6 +31,16 @@ class TrainEngine(abc.ABC):
         self.passes = passes
         self.optimizer = optimizer
         self.rules = rules
+
+    def begin_step(self, step: int, batches: MicroBatchLoader, requests: Mapping[str, bool]) -> LossLedger:
+        """Number the passes of a step, and run its pre-passes; return the ledger of its losses, with the requests of
+        this rank. Arguments are those of `train_step`."""
+        calls.step(step)
+        self.passes.model.step = step
+        ledger = LossLedger()
+        ledger.add_requests(**requests)
+        run_prepasses(self.passes, batches)
+        return ledger
 
     @abc.abstractmethod
     def step(

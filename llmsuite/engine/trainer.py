@@ -40,25 +40,21 @@ from llmsuite.engine.data import (
     read_data,
     tokenizer_to_save,
 )
-from llmsuite.engine.data_loader import StepDataLoader
+from llmsuite.engine.data_loader import SampleSource, StepDataLoader, StepSamples
 from llmsuite.engine.eager_engine import EagerEngine
-from llmsuite.engine.early_stopping import EarlyStopping
-from llmsuite.engine.evaluate import evaluate
+from llmsuite.engine.early_stopping import EarlyStopping, LossWatchdog
 from llmsuite.engine.fetching import fetch_missing, fetched_checkpoint
 from llmsuite.engine.generation import GenerationEvaluation
 from llmsuite.engine.given_rollouts import given_rollout_engine
 from llmsuite.engine.guard import Guard
 from llmsuite.engine.local_storage import claim_directory, find_local_storage, leads
 from llmsuite.engine.lora_ga import GradientInit, init_from_gradients
-from llmsuite.engine.loss_scale import LossScale, NoLossScale
-from llmsuite.engine.loss_watchdog import LossWatchdog
 from llmsuite.engine.model_flops import ModelFlops
 from llmsuite.engine.model_state import FullModelState, needed_tensors
 from llmsuite.engine.output import NullOutput, Output, WatchedDirectory
-from llmsuite.engine.passes import MicroBatchLoader, Passes
+from llmsuite.engine.passes import MicroBatchLoader, Passes, evaluate
 from llmsuite.engine.program_engine import ProgramEngine
 from llmsuite.engine.reference_weights import load_reference_weights
-from llmsuite.engine.request_file import RequestFile
 from llmsuite.engine.resume import (
     RunIdentity,
     RunRecord,
@@ -68,11 +64,10 @@ from llmsuite.engine.resume import (
     rounded,
 )
 from llmsuite.engine.rollouts import RolloutDataLoader, RolloutEngine, rollout_engine
-from llmsuite.engine.rules import StepRules
-from llmsuite.engine.sample_source import SampleSource, StepSamples
+from llmsuite.engine.rules import LossScale, NoLossScale, StepRules
 from llmsuite.engine.stage import Stage, StatefulStage
 from llmsuite.engine.step_profile import StepProfile
-from llmsuite.engine.stop import StopRequest
+from llmsuite.engine.stop import RequestFile, StopRequest
 from llmsuite.engine.stragglers import stragglers
 from llmsuite.engine.teacher import teacher_digest
 from llmsuite.engine.train_engine import TrainEngine

@@ -51,6 +51,9 @@ NESTED_OFFSET = "nested_offset"
 """Names of the stored parts of a matrix, appended to the name of its parameter. The last two are there where the scales
 are quantised themselves, see `scale_quant`."""
 PARTS = (CODES, ABSMAX, NESTED_ABSMAX, NESTED_OFFSET)
+DEQUANTISE_BYTES = 10
+"""Bytes of temporaries for each value of a matrix that a device dequantises: wide codes, and both halves before they
+are joined (`quantised.dequantise_on_device`)."""
 
 
 def is_quantised_part(parameter: str) -> bool:

@@ -178,7 +178,7 @@ class BaseOptimizer(abc.ABC):
         """
         train = self._train
         if train.optimizer != "sgd":
-            decayed = {shard.name for shard in self.shards if len(shard.local_shape) > 1}
+            decayed = {shard.name for shard in self.shards if shard.decays}
             return classes.adamw(
                 learning_rate=rate,
                 parameters=parameters,

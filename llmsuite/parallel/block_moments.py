@@ -305,7 +305,7 @@ def decay_factor(shard: ParameterShard, rate: float, weight_decay: float) -> flo
         rate: its learning rate.
         weight_decay: `train.weight_decay`.
     """
-    if not weight_decay or len(shard.local_shape) < 2:
+    if not weight_decay or not shard.decays:
         return None
     return 1 - rate * weight_decay
 

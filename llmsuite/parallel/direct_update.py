@@ -120,8 +120,10 @@ class DirectUpdate:
                 paddle.assign(found, target)
 
     def _decay(self, shard: ParameterShard, rate: float) -> float:
-        """The part of a parameter that weight decay takes; vectors do not decay."""
-        return rate * self._train.weight_decay if len(shard.local_shape) > 1 else 0.0
+        """The part of a parameter that weight decay takes."""
+        if shard.decays:
+            return rate * self._train.weight_decay
+        return 0.0
 
     def _chunks(self, shard: ParameterShard, state: DirectState, gradient: Tensor) -> Iterator[list[Tensor]]:
         """Parts of the parameter, its gradient and its moments that share their memory."""

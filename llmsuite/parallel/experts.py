@@ -56,7 +56,7 @@ class ExpertParallelDispatcher(TokenDispatcher):
         slots = np.full([ep, tp, self._num_here], ep * self._num_here, dtype="int64")
         slots[:, mesh.coordinate["tp"]] = np.arange(ep * self._num_here).reshape(ep, -1)
         self._slots = slots.flatten()
-        first = (mesh.expert_mesh.coordinate["ep"] * tp + mesh.coordinate["tp"]) * self._num_here
+        first = mesh.expert_part * self._num_here
         for layer in experts.sublayers():
             if isinstance(layer, RowDropout):
                 layer.first = first

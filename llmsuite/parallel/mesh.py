@@ -129,6 +129,11 @@ class Mesh:
         return self.group(EXPERT)
 
     @property
+    def expert_part(self) -> int:
+        """Number of this rank's part of a stack of experts, which ep cuts, and tp again: consecutive experts each."""
+        return self.expert_mesh.coordinate["ep"] * self.degrees.tp + self.coordinate["tp"]
+
+    @property
     def loads_data(self) -> bool:
         """True on ranks that load data: the first pipeline stage needs ids, the last one targets."""
         return self.coordinate["pp"] in (0, self.degrees.pp - 1)

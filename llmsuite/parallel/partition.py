@@ -29,6 +29,9 @@ CODE_OF_ZERO: Mapping[str, int] = {"moment1": -1, "moment2": -128}
 """The code of 0 in these moments; they begin with it, and so does padding."""
 UPDATE_CHUNK = 1 << 22
 """Elements that an update without masters computes with at a time; see `direct_update`."""
+UPDATE_BYTES = 56
+"""Bytes of temporaries for each of them: the gradient, a moment and two terms of it in float64; the parameter, both
+moments, their quotient and two terms of it in float32."""
 _LEAST_ELEMENTS = 4096
 """Elements of the smallest parameter whose moments are stored in blocks; of a stack, those of a matrix."""
 FIRST_VALUES: Mapping[str, Callable[[TrainSection], float]] = {
@@ -64,7 +67,9 @@ def local_slice(name: str, shape: Sequence[int], plan: ShardPlan, mesh: Mesh) ->
     parts = mesh.degrees.tp
     part = mesh.coordinate["tp"]
     if plan.is_expert(name):
-        dim, parts, part = 0, mesh.degrees.ep * parts, mesh.expert_mesh.coordinate["ep"] * parts + part
+        dim = 0
+        parts *= mesh.degrees.ep
+        part = mesh.expert_part
     if dim is not None and parts > 1:
         size = -(-shape[dim] // parts)
         index[dim] = slice(part * size, (part + 1) * size)

@@ -261,6 +261,12 @@ class ParameterShard:
             return local.reshape(-1)[self._range]
         return local
 
+    @property
+    def decays(self) -> bool:
+        """True where weight decay takes a part of the parameter: of matrices, not of vectors such as biases and gains
+        of norms."""
+        return len(self.local_shape) > 1
+
     # gradients
 
     @property

@@ -13,12 +13,13 @@ from collections.abc import Iterable, Sequence
 from llmsuite.contract.schema.recipe import TrainSection
 from llmsuite.contract.schema.stage_keys import HasDocumentMask
 from llmsuite.contract.specs import StageProfile
+from llmsuite.models.block_quant import DEQUANTISE_BYTES
 from llmsuite.models.head import EMBEDDINGS
 from llmsuite.models.mtp import num_mtp_layers
 from llmsuite.models.shape_spec import Latent, MoE, ShapeSpec
 from llmsuite.models.targets import HEAD
 from llmsuite.parallel.mesh import Mesh
-from llmsuite.parallel.partition import UPDATE_CHUNK
+from llmsuite.parallel.partition import UPDATE_BYTES, UPDATE_CHUNK
 from llmsuite.parallel.program.lengths import longest_row
 from llmsuite.parallel.schedule import Action
 from llmsuite.parallel.timeline import orders, peak_held
@@ -343,7 +344,7 @@ def _update_bytes(held: Sequence[LocalParameter], train: TrainSection, offloads:
     if not train.master_weights:
         largest = max((h.num_owned for h in held if h.has_gradient), default=0)
         scaled = 2 * 2 * largest  # its rounded parts, and these joined
-        updated = _UPDATED * min(largest, UPDATE_CHUNK)
+        updated = UPDATE_BYTES * min(largest, UPDATE_CHUNK)
         gathered = max((2 * h.num_bytes * h.shard_size * h.num_shards for h in held if h.num_shards > 1), default=0)
         return gradients + max(scaled, updated, gathered)
     copied = sum(4 * h.num_owned for h in held if h.has_gradient)
@@ -446,16 +447,8 @@ def _buffers(
         forward -= of_mlp + head_kept
     # of a stack, one matrix at a time
     sizes = (h.num_values / (h.local_shape[0] if h.is_expert else 1) for h in held if h.is_codes)
-    dequantised = _DEQUANTISED * max(sizes, default=0.0)
+    dequantised = DEQUANTISE_BYTES * max(sizes, default=0.0)
     return max(head, embedding, in_mlp, in_attention, forward, 0.0) + _gathered(held) + dequantised
-
-
-_UPDATED = 56
-"""Bytes for each value of a chunk that is updated without masters: the gradient, a moment and two terms of it in
-float64; the parameter, both moments, their quotient and two terms of it in float32."""
-_DEQUANTISED = 10
-"""Bytes for each value of a quantised matrix while it is dequantised: wide codes, and both halves before they are
-joined (`models.quantised.dequantise_on_device`)."""
 
 
 def _in_buckets(buckets: Iterable[Sequence[LocalParameter]], overlaps: bool, adds_up: bool) -> float:

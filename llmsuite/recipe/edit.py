@@ -83,7 +83,7 @@ def _inserted(text: str, found: _Object, name: str, value: str, is_yaml: bool) -
         return f"{text[:end]}\n{' ' * len(indent)}{name}: {value}{text[end:]}"
     if is_yaml:
         return f"{text[: last.end]}, {name}: {value}{text[last.end :]}"
-    # comments behind the last value stay with it
+    # comments after the last value stay with it
     after = _AFTER_VALUE.match(text, last.end)
     assert after is not None
     space = " "

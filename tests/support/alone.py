@@ -13,9 +13,8 @@ from llmsuite.contract.schema.recipe import TrainSection
 from llmsuite.contract.specs import StageProfile
 from llmsuite.engine.eager_engine import EagerEngine, train_step
 from llmsuite.engine.guard import Guard
-from llmsuite.engine.loss_scale import LossScale, NoLossScale
 from llmsuite.engine.passes import MicroBatchLoader, Passes
-from llmsuite.engine.rules import StepRules
+from llmsuite.engine.rules import LossScale, NoLossScale, StepRules
 from llmsuite.parallel.loss_ledger import LossTerms
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.optimizer import Optimizer

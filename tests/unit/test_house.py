@@ -234,8 +234,6 @@ WHOLE_RUN = {
     "llmsuite.engine.trainer": 2,
     "llmsuite.plugins.align.command": 1,
     "llmsuite.plugins.rehearse.command": 1,
-    "llmsuite.plugins.rehearse.rank": 1,
-    "llmsuite.recipe.fetch": 1,
     "llmsuite.stages.infer": 1,
 }
 """Modules with functions that take a `RunPlan`, and how many: they start a run, or prepare its start."""

@@ -231,8 +231,7 @@ class _ProgramDispatcher(TokenDispatcher):
         numbers = dtensor_to_local(chosen, mesh, chosen.placements).flatten()
         num_here = experts.gate_proj.weight.shape[0] // tp
         if ep * tp > 1:
-            coordinate = collective.mesh().expert_mesh.coordinate
-            numbers = numbers - (coordinate["ep"] * tp + coordinate["tp"]) * num_here
+            numbers = numbers - collective.mesh().expert_part * num_here
             is_here = paddle.logical_and(numbers >= 0, numbers < num_here)
             numbers = paddle.where(is_here, numbers, paddle.full_like(numbers, num_here))
         route = route_in_program(numbers, num_here)

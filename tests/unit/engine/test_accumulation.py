@@ -10,8 +10,7 @@ import paddle
 import pytest
 
 from llmsuite.base.cache import isolated_cache
-from llmsuite.engine.evaluate import evaluate
-from llmsuite.engine.passes import MicroBatchLoader, Passes
+from llmsuite.engine.passes import MicroBatchLoader, Passes, evaluate
 from llmsuite.parallel.loss_ledger import LossTerms
 from llmsuite.stages.dpo import DpoStage
 from llmsuite.stages.pairs import Pair

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from llmsuite.engine.loss_watchdog import LossWatchdog
+from llmsuite.engine.early_stopping import LossWatchdog
 
 
 def ends(losses: list[float], evaluated: tuple[int, ...] = (), patience: int = 3) -> int | None:

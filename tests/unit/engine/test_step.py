@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from llmsuite.base.errors import UserError
 from llmsuite.engine.guard import Guard, LossSpike, NonFiniteLoss
-from llmsuite.engine.loss_scale import GROWTH_STEPS, LOWEST, LossScale
+from llmsuite.engine.rules import GROWTH_STEPS, LOWEST, LossScale
 from llmsuite.parallel import collective
 from llmsuite.parallel.loss_ledger import LossLedger, LossTerms, total_of
 from llmsuite.parallel.optimizer import Optimizer

@@ -8,8 +8,7 @@ from typing import Any
 from llmsuite.checkpoint.train_state import TrainState
 from llmsuite.engine.eager_engine import EagerEngine
 from llmsuite.engine.guard import Guard
-from llmsuite.engine.loss_scale import LossScale
-from llmsuite.engine.rules import StepRules
+from llmsuite.engine.rules import LossScale, StepRules
 
 NOTHING: Any = None
 START = TrainState(step=3, samples=12, seed=0, recipe_sha256="")

@@ -19,8 +19,8 @@ from llmsuite.devices.ops import identity
 from llmsuite.models.dropout import TokenDropout, token_keys
 from llmsuite.models.initial_values import initial_values
 from llmsuite.models.token_context import tokens
+from llmsuite.parallel.pipeline import mark_padding, pack_token_values, unpack_token_values
 from llmsuite.parallel.recompute import recompute_layers
-from llmsuite.parallel.token_metadata import mark_padding, pack_token_values, unpack_token_values
 from llmsuite.recipe.resolve import plan_run
 from tests.support.families import FAMILIES, tiny
 from tests.support.paths import ROOT

@@ -96,7 +96,7 @@ def test_comments_of_what_follows_stay() -> None:
         ('{"a": 1 // of a\n}', '{"a": 1, // of a\n"b": 2\n}'),
     ],
 )
-def test_a_comment_behind_the_last_value_stays_with_it(tmp_path: Path, text: str, expected: str) -> None:
+def test_a_comment_after_the_last_value_stays_with_it(tmp_path: Path, text: str, expected: str) -> None:
     found = edited(text, "a.jsonc", {("b",): 2})
     assert found == expected
     (tmp_path / "a.jsonc").write_text(found)

@@ -12,8 +12,7 @@ import pytest
 
 from llmsuite.base.cache import BUILT
 from llmsuite.contract.schema.section import violations
-from llmsuite.engine.evaluate import evaluate
-from llmsuite.engine.passes import MicroBatchLoader, Passes
+from llmsuite.engine.passes import MicroBatchLoader, Passes, evaluate
 from llmsuite.parallel.pipeline import PipelineStage
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.stages.answers import answer_logps
