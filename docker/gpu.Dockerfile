@@ -12,7 +12,8 @@ COPY llmsuite /opt/llmsuite/llmsuite
 COPY recipes /opt/llmsuite/recipes
 COPY data /opt/llmsuite/data
 RUN pip3 install --no-cache-dir --extra-index-url https://www.paddlepaddle.org.cn/packages/stable/cu126/ \
-    "/opt/llmsuite[gpu,data,plot,serve]"
+    "/opt/llmsuite[gpu,data,plot,serve]" \
+    && pip3 install --no-cache-dir --no-deps paddlenlp==3.0.0b4
 
 WORKDIR /workspace
 ENV LLMSUITE_CACHE=/workspace/.llmsuite
