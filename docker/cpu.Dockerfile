@@ -8,7 +8,7 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ libgomp1 libtcmalloc-minimal4 \
     && rm -rf /var/lib/apt/lists/*
 
-COPY pyproject.toml README.md CHANGELOG.md LICENSE /opt/llmsuite/
+COPY pyproject.toml hatch_build.py README.md CHANGELOG.md LICENSE /opt/llmsuite/
 COPY llmsuite /opt/llmsuite/llmsuite
 COPY recipes /opt/llmsuite/recipes
 COPY data /opt/llmsuite/data

@@ -7,7 +7,7 @@ RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends g++ libgomp1 python3 python3-pip \
     && rm -rf /var/lib/apt/lists/*
 
-COPY pyproject.toml README.md CHANGELOG.md LICENSE /opt/llmsuite/
+COPY pyproject.toml hatch_build.py README.md CHANGELOG.md LICENSE /opt/llmsuite/
 COPY llmsuite /opt/llmsuite/llmsuite
 COPY recipes /opt/llmsuite/recipes
 COPY data /opt/llmsuite/data

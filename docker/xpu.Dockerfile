@@ -4,7 +4,7 @@
 ARG BASE
 FROM ${BASE}
 
-COPY pyproject.toml README.md CHANGELOG.md LICENSE /opt/llmsuite/
+COPY pyproject.toml hatch_build.py README.md CHANGELOG.md LICENSE /opt/llmsuite/
 COPY llmsuite /opt/llmsuite/llmsuite
 COPY recipes /opt/llmsuite/recipes
 COPY data /opt/llmsuite/data

@@ -10,10 +10,10 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from llmsuite import __version__
 from llmsuite.base.errors import UserError
 from llmsuite.base.exits import exit_code
 from llmsuite.base.python_files import code_allowed
+from llmsuite.base.version import version_line
 from llmsuite.cli import completion
 from llmsuite.contract.given import add_files, plugin_files
 from llmsuite.contract.registry import BUILTIN, BUNDLED, NO_PLUGINS, Registry, load_plugins
@@ -121,7 +121,8 @@ def _make_parser(kind: str, command: Command, prog: str, registry: Registry) -> 
 def _without_command(words: list[str], registry: Registry) -> int:
     """Print what is asked for without a command: the help or the version. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="llmsuite", usage="%(prog)s [options] COMMAND …", description=_DESCRIPTION)
-    parser.add_argument("--version", action="version", version=f"llmsuite {__version__}", help="print the version")
+    help_version = "print the version of llmsuite, its commit, and the version of Paddle"
+    parser.add_argument("--version", action="store_true", help=help_version)
     parser.add_argument(_NO_PLUGINS, action="store_true", help="load no plugins, neither bundled nor installed ones")
     help_plugin = "load a Python file as a plugin; works with any command, repeatable"
     parser.add_argument(_PLUGIN, metavar="FILE", help=help_plugin)
@@ -132,7 +133,10 @@ def _without_command(words: list[str], registry: Registry) -> int:
     )
     for command in registry.commands.values():
         commands.add_parser(command.name, help=command.help.replace("%", "%%"), add_help=False)
-    unknown = parser.parse_known_args(words)[1]  # ends the process for --help and --version
+    found, unknown = parser.parse_known_args(words)  # ends the process for --help
+    if found.version:
+        print(version_line())
+        return 0
     if unknown:
         raise UserError(f"{unknown[0]}: llmsuite has no such option. For help: llmsuite --help")
     names = ", ".join(sorted(registry.commands))
