@@ -25,6 +25,7 @@ from llmsuite.base.safe_files import is_dir
 from llmsuite.cli.doctor_checks import CHECKS_FILE, check_device, device_findings
 from llmsuite.cli.doctor_kernels import MESSAGES, show_kernels
 from llmsuite.cli.first_day import first_day
+from llmsuite.cli.tables import JSON_HELP, print_json
 from llmsuite.contract.registry import Registry
 from llmsuite.contract.schema.recipe import LaunchSection
 from llmsuite.devices.variables import NUM_RANKS, RANK
@@ -70,6 +71,7 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument(
         "--nnodes", type=PositiveInt, default=1, help="number of machines; start the same command on each"
     )
+    parser.add_argument("--json", action="store_true", help=JSON_HELP)
     parser.add_argument("--master", type=str | None, help="host:port of machine 0, with several machines")
     parser.add_argument("--node_rank", type=NonNegativeInt, default=0, help="number of this machine, from 0")
 
@@ -97,12 +99,14 @@ def run(args: Any, registry: Registry) -> int:
     if args.ops:
         return _show_ops(args.device, registry)
     width = 14
-    worst = 0
+    found = []
     for level, what, text in _findings(args, registry):
-        print(f"{level:4}  {what:{width}}  {text}", flush=True)
-        if level == _BAD:
-            worst = 2
-    return worst
+        found.append({"level": level, "what": what, "text": text})
+        if not args.json:
+            print(f"{level:4}  {what:{width}}  {text}", flush=True)
+    if args.json:
+        print_json(found)
+    return 2 if any(finding["level"] == _BAD for finding in found) else 0
 
 
 def _show_ops(name: str, registry: Registry) -> int:
@@ -232,6 +236,8 @@ def _packages() -> Iterator[Finding]:
         except importlib.metadata.PackageNotFoundError:
             continue
         yield _OK, name, found[name]
+    if "paddlenlp" not in found:
+        yield _WARN, "paddlenlp", f"missing, which LoRA needs; {install_command('paddlenlp', alone='paddlenlp')}"
     paddles = [name for name in found if name.startswith("paddlepaddle")]
     if not paddles:
         yield _BAD, "paddle", f"missing; {install_command('cpu')}, or the gpu or xpu build"

@@ -10,18 +10,26 @@ from typing import Any, Literal
 
 from llmsuite.base.errors import UserError
 from llmsuite.base.resources import bundled
+from llmsuite.cli.tables import JSON_HELP, print_json, print_table
 from llmsuite.contract.registry import BUILTIN, Registry
 
 _WHAT = Literal[
     "stages", "models", "recipes", "devices", "adapters", "formats", "loggers", "rewards", "environments", "engines",
     "layouts", "suites", "templates", "keys",
 ]  # fmt: skip
+_COLUMNS = {
+    "keys": ("key", "type", "doc"),
+    "recipes": ("recipe", "what", "devices", "source"),
+    "templates": ("name", "help"),
+}
+"""Names of the columns in JSON, where they are not those of registered things."""
 
 
 def add_arguments(parser: Any) -> None:
     parser.add_argument("what", type=_WHAT, help="what to list")
     parser.add_argument("--stage", type=str | None, help="with keys: also list the section of this stage")
     parser.add_argument("--family", type=str, default="llama", help="with keys: list the model.config of this family")
+    parser.add_argument("--json", action="store_true", help=JSON_HELP)
 
 
 def run(args: Any, registry: Registry) -> int:
@@ -48,9 +56,10 @@ def run(args: Any, registry: Registry) -> int:
 
             others = [vendor for vendor in VENDORS if vendor.name not in specs]
             rows += [(vendor.name, f"{vendor.help}, with a plug-in for Paddle", BUILTIN) for vendor in others]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in rows:
-        print("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths)).rstrip())
+    if args.json:
+        print_json([dict(zip(_COLUMNS.get(args.what, ("name", "help", "package")), row)) for row in rows])
+        return 0
+    print_table((), rows)
     return 0
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from llmsuite.base.errors import UserError
 from llmsuite.base.extras import check_plot
 from llmsuite.cli.amounts import Unit, parse_amount
+from llmsuite.cli.tables import JSON_HELP, print_json
 from llmsuite.contract.registry import Registry
 
 _MAX_SHOWN = 10
@@ -27,6 +28,7 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument(
         "--hardware", type=str, default=None, help="h100, h800, h200, a100 or a800: sets the figures below"
     )
+    parser.add_argument("--json", action="store_true", help=JSON_HELP)
     parser.add_argument("--flops", type=str, default=None, help="peak of a device, such as 989TFLOPS")
     parser.add_argument("--bandwidth", type=str, default=None, help="between machines, per device, such as 50GB/s")
     parser.add_argument("--local_bandwidth", type=str, default=None, help="between the devices of a machine")
@@ -38,10 +40,12 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.planning.call_order import check_order, summary
     from llmsuite.planning.cost import hardware
     from llmsuite.planning.estimate import estimate
-    from llmsuite.planning.report import show_plan, show_search
+    from llmsuite.planning.report import plan_data, show_plan, show_search
     from llmsuite.planning.search import device_words, plan_for_search, search
     from llmsuite.recipe.resolve import plan_run
 
+    if args.json and (args.search or args.plot is not None):
+        raise UserError("--json: prints one plan; leave out --search and --plot")
     if args.plot is not None:
         if args.search:
             raise UserError("--plot: shows one plan, not a search; plan one strategy without --search, or leave it out")
@@ -74,6 +78,9 @@ def run(args: Any, registry: Registry) -> int:
             print(line)
         return 0 if fitting else 3
     found = estimate(plan.model, plan.data, plan.parallel, plan.train)
+    if args.json:
+        print_json(plan_data(found, memory, device))
+        return 0 if memory is None or found.peak <= memory else 3
     for line in show_plan(found, memory, device):
         print(line)
     if plan.parallel.degrees.num_ranks > 1:

@@ -6,14 +6,21 @@ import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from llmsuite.base.arguments import Port
 from llmsuite.base.errors import UserError
 from llmsuite.base.redaction import printable
+from llmsuite.base.suggestions import suggestion
+from llmsuite.cli.tables import JSON_HELP, print_json, print_table
 from llmsuite.contract.registry import Registry
 
+if TYPE_CHECKING:
+    from llmsuite.observe.runs import Run
+
 _COMPARED = ("loss", "eval/loss", "grad_norm", "ips_total", "avg_batch_cost", "avg_reader_cost", "peak_memory_bytes")
+_LISTED = "stage,status,step,loss,ips_total"
+_HEADS = {"ips_total": "tokens/s"}
 
 
 def add_arguments(parser: Any) -> None:
@@ -25,6 +32,16 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument(
         "runs", type=str, nargs="*", help="directories of runs; with list, directories to search (default: runs)"
     )
+    parser.add_argument(
+        "--columns",
+        type=str,
+        default=_LISTED,
+        help="with list: what to show of each run, as A,B: status, step, started, keys of the recipe such as "
+        "train.learning_rate, and metrics such as eval/loss, whose last values are shown",
+    )
+    parser.add_argument("--sort", type=str | None, default=None, help="with list: the column to sort by, least first")
+    parser.add_argument("--descending", action="store_true", help="with --sort: greatest first")
+    parser.add_argument("--json", action="store_true", help=JSON_HELP)
 
 
 def run(args: Any, registry: Registry) -> int:
@@ -34,66 +51,113 @@ def run(args: Any, registry: Registry) -> int:
     if args.action == "list":
         if odd := [name for name in args.runs if not os.path.isdir(name)]:
             raise UserError(f"runs list: there is no directory {odd[0]}; name one that runs are in or below")
-        found = [run for path in paths or [Path("runs")] for run in find_runs(path)]
-        _print(("run", "stage", "status", "step", "loss", "tokens/s"), [_line(path) for path in found])
-        return 0
+        found = [read_run(run) for path in paths or [Path("runs")] for run in find_runs(path)]
+        columns = [name.strip() for name in args.columns.split(",")]
+        return list_runs(found, columns, args.sort, args.descending, args.json)
     if args.action == "show" and len(paths) != 1:
         raise UserError("runs show: takes the directory of one run")
     if args.action == "compare" and len(paths) < 2:
         raise UserError("runs compare: takes the directories of two runs or more")
     runs = [read_run(path) for path in paths]
-    return _show(runs[0]) if args.action == "show" else _compare(runs)
+    return _show(runs[0], args.json) if args.action == "show" else _compare(runs, args.json)
 
 
-def _line(path: Path) -> tuple[str, ...]:
-    from llmsuite.observe.runs import read_run
+def list_runs(
+    runs: Sequence[Run], columns: Sequence[str], sort: str | None, descending: bool = False, as_json: bool = False
+) -> int:
+    """Print a row for each run. Returns the exit code.
 
-    run = read_run(path)
-    last = run.steps[-1] if run.steps else {}
-    numbers = [f"{last[name]:.4g}" if name in last else "" for name in ("loss", "ips_total")]
-    return str(path), str(run.recipe.get("stage", "")), run.status, str(last.get("step", "")), *numbers
+    Args:
+        runs: in the order to print them without `sort`.
+        columns: keys of recipes, metrics, and "status", "step" and "started".
+        sort: the column to sort by; runs without it come last.
+        descending: True for the greatest first.
+        as_json: True for JSON in place of a table.
+
+    Raises:
+        UserError: no run has a column.
+    """
+    rows = {run.directory: _facts(run) for run in runs}
+    known = {name for facts in rows.values() for name in facts}
+    for option, names in (("--columns", columns), ("--sort", [sort] if sort else [])):
+        if runs and (unknown := [name for name in names if name not in known]):
+            hint = suggestion(unknown[0], sorted(known))
+            raise UserError(f"{option}: no run has {unknown[0]!r}; {hint}name a key of a recipe or a metric".strip())
+    if sort:
+        present = [path for path, facts in rows.items() if facts.get(sort) is not None]
+        missing = [path for path in rows if path not in present]
+        order = sorted(present, key=lambda path: _order(rows[path][sort]), reverse=descending)
+        rows = {path: rows[path] for path in [*order, *missing]}
+    if as_json:
+        print_json([{"run": str(path)} | {name: facts.get(name) for name in columns} for path, facts in rows.items()])
+        return 0
+    if not runs:
+        print("no runs")
+        return 0
+    head = ("run", *(_HEADS.get(name, name) for name in columns))
+    print_table(head, [(str(path), *(_text(facts.get(name)) for name in columns)) for path, facts in rows.items()])
+    return 0
 
 
-def _show(run: Any) -> int:
+def _facts(run: Run) -> dict[str, Any]:
+    """The columns that a run has: its recipe, the last values of its metrics, and its status."""
+    from llmsuite.observe.runs import flatten
+
+    facts: dict[str, Any] = dict(flatten(run.recipe))
+    for record in [*run.steps, *run.evaluations]:
+        facts |= {name: value for name, value in record.items() if value is not None}
+    last = run.steps[-1]["step"] if run.steps else None
+    own = {"status": run.status, "step": last, "started": run.environment.get("started")}
+    return dict.fromkeys(_LISTED.split(",")) | facts | own
+
+
+def _order(value: Any) -> tuple[bool, float, str]:
+    """The place of a value among others: numbers before texts."""
+    is_number = isinstance(value, (int, float))
+    return not is_number, value if is_number else 0.0, str(value)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _show(run: Run, as_json: bool) -> int:
+    if as_json:
+        last = run.steps[-1] if run.steps else {}
+        facts = {"directory": str(run.directory), "status": run.status, "last_step": last, "events": run.events}
+        print_json({**facts, "environment": run.environment, "recipe": run.recipe})
+        return 0
     rows = [("directory", str(run.directory)), ("status", run.status), ("stage", str(run.recipe.get("stage", "")))]
     shown = ("started", "host", "mesh", "device")
     rows += [(name, str(run.environment[name])) for name in shown if name in run.environment]
     if run.steps:
         rows += [(name, f"{value:.6g}") for name, value in run.steps[-1].items() if isinstance(value, (int, float))]
-    _print((), rows)
+    print_table((), rows)
     for event in run.events:
         rest = "  ".join(f"{key} {value}" for key, value in event.items() if key not in ("time", "event"))
         print(printable(f"{event.get('time', '')}  {event.get('event', '')}  {rest}".rstrip()))
     return 0
 
 
-def _compare(runs: Sequence[Any]) -> int:
+def _compare(runs: Sequence[Run], as_json: bool) -> int:
     from llmsuite.observe.runs import differing_keys
 
-    head = ("", *(str(run.directory) for run in runs))
-    rows: list[tuple[str, ...]] = [("status", *(run.status for run in runs))]
-    rows.append(("step", *(str(run.steps[-1]["step"]) if run.steps else "" for run in runs)))
-    for name in _COMPARED:
-        last = [run.series(name)[1][-1:] for run in runs]
-        if any(last):
-            rows.append((name, *(f"{value[0]:.6g}" if value else "" for value in last)))
-    recipes = [run.recipe for run in runs]
-    rows += [(key, *map(str, values)) for key, values in differing_keys(*recipes)]
-    _print(head, rows)
+    last = {name: [next(iter(run.series(name)[1][-1:]), None) for run in runs] for name in _COMPARED}
+    steps = [run.steps[-1]["step"] if run.steps else None for run in runs]
+    differing = differing_keys(*(run.recipe for run in runs))
+    if as_json:
+        facts: dict[str, Any] = {"runs": [str(run.directory) for run in runs], "status": [run.status for run in runs]}
+        print_json({**facts, "step": steps, "metrics": last, "recipe": dict(differing)})
+        return 0
+    rows: list[tuple[str, ...]] = [("status", *(run.status for run in runs)), ("step", *map(_text, steps))]
+    for name, values in last.items():
+        if any(value is not None for value in values):
+            rows.append((name, *("" if value is None else f"{value:.6g}" for value in values)))
+    rows += [(key, *map(str, values)) for key, values in differing]
+    print_table(("", *(str(run.directory) for run in runs)), rows)
     return 0
-
-
-def _print(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table: list[list[str]] = []
-    all_rows = [head, *rows] if head else rows
-    for row in all_rows:
-        table.append([printable(cell).replace("\n", " ") for cell in row])
-    if not rows:
-        print("no runs")
-        return
-    widths = [max(map(len, column)) for column in zip(*table)]
-    for row in table:
-        print("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths)).rstrip())
 
 
 def report_arguments(parser: Any) -> None:

@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from llmsuite.base.errors import RecipeError, UserError
+from llmsuite.cli.tables import JSON_HELP, print_json
 from llmsuite.contract.registry import Registry
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: Any) -> None:
     parser.add_argument("recipes", type=str, nargs="+", help="recipe files (.json, .jsonc or .yaml)")
     parser.add_argument("--smoke", action="store_true", help="check the reduced run of --smoke")
+    parser.add_argument("--json", action="store_true", help=JSON_HELP)
     parser.epilog = "Overrides such as --train.max_steps=3 apply to every recipe."
 
 
@@ -24,28 +26,42 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.recipe.resolve import plan_run
     from llmsuite.stages.first_rows import check_rows
 
-    failed = False
+    found: list[dict[str, Any]] = []
     for path in args.recipes:
         try:
             plan = plan_run(path, args.overrides, registry, args.smoke)
             check_min_nodes(plan.loaded, path, args.overrides, registry, args.smoke)
             unchecked = check_rows(plan.loaded, plan.data, plan.train, plan.model.tokenizer, registry)
         except UserError as error:
-            print(error, file=sys.stderr)
-            failed = True
+            found.append({"recipe": path, "valid": False, "problems": _problems(error)})
+            if not args.json:
+                print(error, file=sys.stderr)
             continue
         made = (
             f"{plan.train.stage.name}, {plan.model.family.name}, {plan.parallel.degrees} on {plan.parallel.device.name}"
         )
-        print(f"{path}: ok ({made}{_batch(plan.train, plan.parallel) if plan.train.stage.trains else ''})")
+        made += _batch(plan.train, plan.parallel) if plan.train.stage.trains else ""
         notes = []
         try:
             plan.check_files()
         except RecipeError as error:
             notes = error.problems
-        for note in [*notes, *unchecked, *all_notes(plan.recipe, plan.data, plan.train, plan.parallel.device.name)]:
-            print(f"  note: {note}")
-    return 2 if failed else 0
+        more = all_notes(plan.recipe, plan.data, plan.train, plan.parallel.device.name)
+        texts = [str(note) for note in (*notes, *unchecked, *more)]
+        found.append({"recipe": path, "valid": True, "run": made, "notes": texts})
+        if not args.json:
+            print(f"{path}: ok ({made})")
+            print("".join(f"  note: {text}\n" for text in texts), end="")
+    if args.json:
+        print_json(found)
+    return 0 if all(checked["valid"] for checked in found) else 2
+
+
+def _problems(error: UserError) -> list[dict[str, str]]:
+    """The problems of a recipe as data: where it is, the key and the message of each."""
+    if not isinstance(error, RecipeError):
+        return [{"where": "", "key": "", "message": str(error)}]
+    return [{"where": each.where, "key": each.key, "message": each.message} for each in error.problems]
 
 
 def _batch(train_plan: TrainPlan, parallel_plan: ParallelPlan) -> str:

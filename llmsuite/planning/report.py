@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from llmsuite.models.shape_spec import MoE
 from llmsuite.parallel.timeline import peak_in_flight, timeline_text
@@ -14,6 +15,9 @@ from llmsuite.planning.lora_ga import num_lora_ga_steps
 from llmsuite.planning.memory import NOT_COUNTED, UNEVEN_EXPERTS, StageMemory
 from llmsuite.planning.rollouts import stores_matrices
 from llmsuite.planning.search import Fitting, Rejected
+
+_COLUMNS = ("parameters", "masters", "moments", "gradients", "activations", "buffers", "peak")
+"""What `_parts` returns."""
 
 
 def show_plan(found: Estimate, memory: float | None, device: Hardware | None) -> Iterator[str]:
@@ -30,6 +34,34 @@ def show_plan(found: Estimate, memory: float | None, device: Hardware | None) ->
         yield ""
     yield "not counted, or not exactly:"
     yield from (f"  - {what}" for what in inexact(found))
+
+
+def plan_data(found: Estimate, memory: float | None, device: Hardware | None) -> dict[str, Any]:
+    """An estimate as JSON data: bytes, seconds, tokens and FLOPs. The arguments are those of `show_plan`."""
+    layout = found.layout
+    plan = found.parallel_plan
+    return {
+        "stage": found.train_plan.stage.name,
+        "family": layout.model_plan.family.name,
+        "parameters": layout.num_parameters,
+        "trained_parameters": layout.num_trained,
+        "device": plan.device.name,
+        "num_ranks": plan.degrees.num_ranks,
+        "degrees": dataclasses.asdict(plan.degrees),
+        "sharding": plan.section.sharding,
+        "global_batch_size": found.train_plan.section.global_batch_size,
+        "micro_batches": found.num_micro_batches,
+        "micro_batch_rows": found.batch.rows,
+        "micro_batch_length": found.batch.length,
+        "memory_bytes": [{"stage": stage.stage, **dict(zip(_COLUMNS, _parts(stage)))} for stage in found.stages],
+        "peak_bytes": found.peak,
+        "fits": None if memory is None else found.peak <= memory,
+        "tokens_per_step": found.tokens,
+        "flops_per_step": found.flops,
+        "step_seconds": None if device is None else list(found.step_seconds(device)),
+        "rollout_seconds": None if device is None else found.rollout_seconds(device),
+        "checkpoint_bytes": found.storage.checkpoint,
+    }
 
 
 def show_search(
@@ -108,9 +140,8 @@ def _model(found: Estimate) -> Iterator[str]:
 
 
 def _memory(found: Estimate, memory: float | None) -> Iterator[str]:
-    columns = ("parameters", "masters", "moments", "gradients", "activations", "buffers", "peak")
     yield "memory of a rank of each pipeline stage"
-    rows = [["stage", "elements", *columns]]
+    rows = [["stage", "elements", *_COLUMNS]]
     for stage in found.stages:
         rows.append([str(stage.stage), f"{stage.num_parameters:,}", *map(size, _parts(stage))])
     yield from table(rows)
