@@ -356,7 +356,7 @@ def test_a_plugin_adds_a_subcommand_of_recipe(run: Run, tmp_path: Path) -> None:
     assert run("recipe", "shout", "a.json", "--loud", "--seed=3", plugin) == (3, "A.JSON ['--SEED=3']\n", "")
     assert run("recipe", "shout", plugin)[::2] == (
         2,
-        "recipe: RECIPE is missing. For help: llmsuite recipe --help\n  RECIPE: a recipe\n",
+        "recipe shout: RECIPE is missing. For help: llmsuite recipe shout --help\n  RECIPE: a recipe\n",
     )
     code, out, _ = run("recipe", "shout", "--help", plugin)
     assert (code, "say it" in out, "--loud" in out) == (0, True, True)
