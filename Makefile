@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 TOOLS := .venv-tools
 MODEL := models/smollm2-135m-instruct
+# of this package LoRA needs single modules, and not what it asks for
+PADDLENLP := $(shell sed -n 's/^paddlenlp = \["\([^"]*\)".*/\1/p' pyproject.toml)
 ASK := --max_new_tokens 40 \
 	--prompt "What is the capital of France? Give only the name of the city." \
 	--prompt "Is 9 smaller than 4? Answer yes or no, nothing else." \
@@ -58,11 +60,13 @@ ALIKE = tests/unit/checkpoint/convert/test_merge_families.py tests/unit/inferenc
 PYTHONS ?= python3.10 python3.11 python3.12
 pythons: $(PYTHONS:%=with/%)
 with/%:
-	rm -rf .venv-$(notdir $*) runs/$(notdir $*)
+	rm -rf .venv-$(notdir $*) runs/$(notdir $*) runs/$(notdir $*)-dpo runs/$(notdir $*)-lora
 	$* -m venv .venv-$(notdir $*)
 	.venv-$(notdir $*)/bin/pip install --quiet '.[cpu]'
+	.venv-$(notdir $*)/bin/pip install --quiet --no-deps $(PADDLENLP)
 	.venv-$(notdir $*)/bin/llmsuite run recipes/llama/sft.json --smoke --output_dir=runs/$(notdir $*)
 	.venv-$(notdir $*)/bin/llmsuite run recipes/llama/dpo.json --smoke --output_dir=runs/$(notdir $*)-dpo
+	.venv-$(notdir $*)/bin/llmsuite run recipes/llama/lora.json --smoke --output_dir=runs/$(notdir $*)-lora
 	.venv-$(notdir $*)/bin/llmsuite generate runs/$(notdir $*) --max_new_tokens 8 --prompt "Hi"
 
 parity: $(VENV)/test
@@ -113,7 +117,7 @@ site: $(VENV)/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -f mkdocs.zh.yml
 
 # The packages of everything but gpu and xpu, whose wheels come from another index, with the digests of their files.
-EXTRAS = cpu data ms plot eval demo gguf serve math verifiers docs test dev
+EXTRAS = cpu paddlenlp data ms plot eval demo gguf serve math verifiers docs test dev
 
 lock: $(TOOLS)/ready $(VENV)/dev
 	$(TOOLS)/bin/uv pip compile pyproject.toml $(EXTRAS:%=--extra %) --generate-hashes --universal \
@@ -137,14 +141,15 @@ $(VENV)/python: pyproject.toml
 
 $(VENV)/demo: $(VENV)/python
 	$(BIN)/pip install --quiet -e '.[cpu,demo]'
+	$(BIN)/pip install --quiet --no-deps $(PADDLENLP)
 	touch $@
 
 $(VENV)/test: $(VENV)/python
-	$(BIN)/pip install --quiet -e '.[cpu,test]'
+	$(BIN)/pip install --quiet -e '.[cpu,paddlenlp,test]'
 	touch $@
 
 $(VENV)/dev: $(VENV)/python
-	$(BIN)/pip install --quiet -e '.[cpu,test,dev]'
+	$(BIN)/pip install --quiet -e '.[cpu,paddlenlp,test,dev]'
 	touch $@
 
 $(VENV)/site: $(VENV)/python

@@ -8,11 +8,12 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ libgomp1 libtcmalloc-minimal4 \
     && rm -rf /var/lib/apt/lists/*
 
-COPY pyproject.toml README.md CHANGELOG.md LICENSE /opt/llmsuite/
+COPY pyproject.toml hatch_build.py README.md CHANGELOG.md LICENSE /opt/llmsuite/
 COPY llmsuite /opt/llmsuite/llmsuite
 COPY recipes /opt/llmsuite/recipes
 COPY data /opt/llmsuite/data
-RUN pip install --no-cache-dir "/opt/llmsuite[cpu,data,plot,serve]"
+RUN pip install --no-cache-dir "/opt/llmsuite[cpu,data,plot,serve]" \
+    && pip install --no-cache-dir --no-deps paddlenlp==3.0.0b4
 
 WORKDIR /workspace
 ENV LLMSUITE_CACHE=/workspace/.llmsuite LD_PRELOAD=libtcmalloc_minimal.so.4

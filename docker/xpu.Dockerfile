@@ -4,12 +4,13 @@
 ARG BASE
 FROM ${BASE}
 
-COPY pyproject.toml README.md CHANGELOG.md LICENSE /opt/llmsuite/
+COPY pyproject.toml hatch_build.py README.md CHANGELOG.md LICENSE /opt/llmsuite/
 COPY llmsuite /opt/llmsuite/llmsuite
 COPY recipes /opt/llmsuite/recipes
 COPY data /opt/llmsuite/data
 RUN pip3 install --no-cache-dir --extra-index-url https://www.paddlepaddle.org.cn/packages/stable/xpu-p800/ \
-    "/opt/llmsuite[xpu,data,plot,serve]"
+    "/opt/llmsuite[xpu,data,plot,serve]" \
+    && pip3 install --no-cache-dir --no-deps paddlenlp==3.0.0b4
 
 WORKDIR /workspace
 ENV LLMSUITE_CACHE=/workspace/.llmsuite

@@ -1,7 +1,7 @@
 """llmsuite: pretrain, fine-tune, align and deploy large language models on PaddlePaddle, one JSON recipe per run."""
 
 # nothing is imported here: Ctrl-C is not caught yet, see __main__
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 _LIVES_IN = {
     "Run": "llmsuite.api",

@@ -29,13 +29,13 @@ def import_alone(*modules: str) -> list[Any]:
         modules: full names, such as "paddlenlp.peft.lora.lora_layers".
 
     Raises:
-        UserError: paddlenlp is not installed.
+        UserError: paddlenlp is not installed, or a package that these modules need.
     """
     found = importlib.util.find_spec("paddlenlp")
     if found is None or not found.submodule_search_locations:
         raise UserError(
             "lora.rank: adapters are layers of paddlenlp, which is not installed; install it with: "
-            f"{install_command('cpu', without='paddlepaddle')}"
+            f"{install_command('paddlenlp', alone='paddlenlp')}"
         )
     root = found.submodule_search_locations[0]
     stand_ins = []
@@ -47,6 +47,11 @@ def import_alone(*modules: str) -> list[Any]:
             stand_ins.append(name)
     try:
         return [importlib.import_module(module) for module in modules]
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"lora.rank: adapters are layers of paddlenlp, which need the package {error.name}; install it with: "
+            f"{install_command('cpu')}"
+        ) from error
     finally:
         for name in stand_ins:
             del sys.modules[name]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from packaging.markers import Marker
 
 
-def install_command(extra: str, without: str = "") -> str:
+def install_command(extra: str, alone: str = "") -> str:
     """The command that installs the packages of an extra, in the versions that were tested.
 
     It names these packages rather than `llmsuite[EXTRA]`: so it works for an llmsuite from an index, a wheel or a
@@ -23,7 +23,7 @@ def install_command(extra: str, without: str = "") -> str:
 
     Args:
         extra: its name.
-        without: a package of it that is installed already.
+        alone: the only package of it to install, without those that it asks for; empty for all.
     """
     from packaging.requirements import Requirement  # slow to import, and rarely needed
 
@@ -32,10 +32,11 @@ def install_command(extra: str, without: str = "") -> str:
     except importlib.metadata.PackageNotFoundError:  # run from a clone that is not installed
         required = []
     of_extra = [package for package in map(Requirement, required) if package.marker and _is_of(package.marker, extra)]
-    packages = [f"{package.name}{_bracketed(package.extras)}{package.specifier}" for package in of_extra]
-    packages = [package for package in packages if not without or not package.startswith(without)]
+    packages = {package.name: f"{package.name}{_bracketed(package.extras)}{package.specifier}" for package in of_extra}
+    if alone in packages:
+        return shlex.join(["pip", "install", "--no-deps", packages[alone]])
     if packages:
-        return shlex.join(["pip", "install", *packages])
+        return shlex.join(["pip", "install", *packages.values()])
     return f"pip install -e '.[{extra}]'"
 
 

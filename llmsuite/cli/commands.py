@@ -16,6 +16,7 @@ def _of_recipes() -> list[Command]:
     """Return the commands that take a recipe or make one."""
     return [
         _command("run", "run a recipe: train, or answer prompts", takes_overrides=True),
+        _command("sweep", "run a recipe with each combination of values of some keys", takes_overrides=True),
         _command("validate", "check recipes without running them", takes_overrides=True),
         _command("plan", "estimate memory, traffic and time of a run, without devices", takes_overrides=True),
         _command("show", "print a resolved recipe, with the origin of each value", takes_overrides=True),

@@ -8,15 +8,19 @@ import difflib
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from llmsuite import __version__
 from llmsuite.base.errors import UserError
 from llmsuite.base.exits import exit_code
 from llmsuite.base.python_files import code_allowed
+from llmsuite.base.version import version_line
 from llmsuite.cli import completion
 from llmsuite.contract.given import add_files, plugin_files
-from llmsuite.contract.registry import NO_PLUGINS, Registry, load_plugins
+from llmsuite.contract.registry import BUILTIN, BUNDLED, NO_PLUGINS, Registry, load_plugins
 from llmsuite.contract.specs import Command
+
+if TYPE_CHECKING:
+    from llmsuite.cli.parser import CommandParser
 
 _DESCRIPTION = "Pretrain, fine-tune, align and deploy large language models on PaddlePaddle: one JSON recipe per run."
 _NO_PLUGINS = "--no-plugins"
@@ -64,6 +68,9 @@ def pop_plugin_files(words: list[str]) -> list[str]:
 
 def _run(words: list[str]) -> int:
     registry = add_files(load_plugins(complete=False))
+    for command in list(registry.commands.values()):
+        if registry.owner("command", command.name).distribution not in (BUILTIN, BUNDLED):
+            _make_parser("command", command, "", registry)  # one that fails is withdrawn, whichever command is called
     if completion.VARIABLE in os.environ:
         completion.complete(registry)
     at = next((number for number, word in enumerate(words) if not word.startswith("-")), len(words))
@@ -80,14 +87,9 @@ def _run(words: list[str]) -> int:
 
 def _run_command(kind: str, command: Command, prog: str, words: list[str], registry: Registry) -> int:
     """Parse the words of a command and run it. Returns the exit code."""
-    from llmsuite.cli.parser import CommandParser
-
-    parser = CommandParser(prog=prog, description=command.help)
-    try:
-        command.add_arguments(parser)
-    except Exception as error:  # a plugin's code: it may raise anything
-        registry.disable(kind, command.name, error)
-        raise UserError(registry.unknown(kind, command.name)) from error
+    parser = _make_parser(kind, command, prog, registry)
+    if parser is None:
+        raise UserError(registry.unknown(kind, command.name))
     if (kind, command.name) == ("command", _RECIPE):
         from llmsuite.cli.recipe import add_actions
 
@@ -103,10 +105,24 @@ def _run_command(kind: str, command: Command, prog: str, words: list[str], regis
     return command.run(arguments, registry)
 
 
+def _make_parser(kind: str, command: Command, prog: str, registry: Registry) -> CommandParser | None:
+    """Return a parser with the arguments of a command; None for a plugin's command that fails, which is withdrawn."""
+    from llmsuite.cli.parser import CommandParser
+
+    parser = CommandParser(prog=prog, description=command.help)
+    try:
+        command.add_arguments(parser)
+    except Exception as error:  # a plugin's code: it may raise anything
+        registry.disable(kind, command.name, error)
+        return None
+    return parser
+
+
 def _without_command(words: list[str], registry: Registry) -> int:
     """Print what is asked for without a command: the help or the version. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="llmsuite", usage="%(prog)s [options] COMMAND …", description=_DESCRIPTION)
-    parser.add_argument("--version", action="version", version=f"llmsuite {__version__}", help="print the version")
+    help_version = "print the version of llmsuite, its commit, and the version of Paddle"
+    parser.add_argument("--version", action="store_true", help=help_version)
     parser.add_argument(_NO_PLUGINS, action="store_true", help="load no plugins, neither bundled nor installed ones")
     help_plugin = "load a Python file as a plugin; works with any command, repeatable"
     parser.add_argument(_PLUGIN, metavar="FILE", help=help_plugin)
@@ -117,7 +133,10 @@ def _without_command(words: list[str], registry: Registry) -> int:
     )
     for command in registry.commands.values():
         commands.add_parser(command.name, help=command.help.replace("%", "%%"), add_help=False)
-    unknown = parser.parse_known_args(words)[1]  # ends the process for --help and --version
+    found, unknown = parser.parse_known_args(words)  # ends the process for --help
+    if found.version:
+        print(version_line())
+        return 0
     if unknown:
         raise UserError(f"{unknown[0]}: llmsuite has no such option. For help: llmsuite --help")
     names = ", ".join(sorted(registry.commands))

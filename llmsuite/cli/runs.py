@@ -52,7 +52,8 @@ def run(args: Any, registry: Registry) -> int:
         if odd := [name for name in args.runs if not os.path.isdir(name)]:
             raise UserError(f"runs list: there is no directory {odd[0]}; name one that runs are in or below")
         found = [read_run(run) for path in paths or [Path("runs")] for run in find_runs(path)]
-        return _list(found, [name.strip() for name in args.columns.split(",")], args)
+        columns = [name.strip() for name in args.columns.split(",")]
+        return list_runs(found, columns, args.sort, args.descending, args.json)
     if args.action == "show" and len(paths) != 1:
         raise UserError("runs show: takes the directory of one run")
     if args.action == "compare" and len(paths) < 2:
@@ -61,20 +62,33 @@ def run(args: Any, registry: Registry) -> int:
     return _show(runs[0], args.json) if args.action == "show" else _compare(runs, args.json)
 
 
-def _list(runs: Sequence[Run], columns: list[str], args: Any) -> int:
-    """Print the chosen columns of runs. Returns the exit code."""
+def list_runs(
+    runs: Sequence[Run], columns: Sequence[str], sort: str | None, descending: bool = False, as_json: bool = False
+) -> int:
+    """Print a row for each run. Returns the exit code.
+
+    Args:
+        runs: in the order to print them without `sort`.
+        columns: keys of recipes, metrics, and "status", "step" and "started".
+        sort: the column to sort by; runs without it come last.
+        descending: True for the greatest first.
+        as_json: True for JSON in place of a table.
+
+    Raises:
+        UserError: no run has a column.
+    """
     rows = {run.directory: _facts(run) for run in runs}
     known = {name for facts in rows.values() for name in facts}
-    for option, names in (("--columns", columns), ("--sort", [args.sort] if args.sort else [])):
+    for option, names in (("--columns", columns), ("--sort", [sort] if sort else [])):
         if runs and (unknown := [name for name in names if name not in known]):
             hint = suggestion(unknown[0], sorted(known))
             raise UserError(f"{option}: no run has {unknown[0]!r}; {hint}name a key of a recipe or a metric".strip())
-    if args.sort:
-        present = [path for path, facts in rows.items() if facts.get(args.sort) is not None]
+    if sort:
+        present = [path for path, facts in rows.items() if facts.get(sort) is not None]
         missing = [path for path in rows if path not in present]
-        order = sorted(present, key=lambda path: _order(rows[path][args.sort]), reverse=args.descending)
+        order = sorted(present, key=lambda path: _order(rows[path][sort]), reverse=descending)
         rows = {path: rows[path] for path in [*order, *missing]}
-    if args.json:
+    if as_json:
         print_json([{"run": str(path)} | {name: facts.get(name) for name in columns} for path, facts in rows.items()])
         return 0
     if not runs:

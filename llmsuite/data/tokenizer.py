@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite.base.errors import UserError
+from llmsuite.base.extras import install_command
 from llmsuite.base.files import sha256_of
 from llmsuite.base.safe_files import is_dir, is_file, open_regular
 from llmsuite.data.masked_tokenizer import MAX_GAPS, MaskedTokenizer, ids_of, num_gaps
@@ -60,7 +61,8 @@ class TextTokenizer:
         except ModuleNotFoundError as error:
             raise UserError(
                 f"{directory}: has no tokenizer.json, and what it has is read by paddlenlp, which is not installed "
-                f"({error}); put a tokenizer.json there, or install the extra cpu, gpu or xpu"
+                f"with all that it needs ({error}); put a tokenizer.json there, or install it with: "
+                f"{install_command('paddlenlp')}"
             ) from error
 
         _check_regular(directory)

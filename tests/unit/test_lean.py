@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 
 from llmsuite.adapters.paddlenlp_peft import import_alone
 from llmsuite.base.errors import UserError
+from llmsuite.base.extras import install_command
 from llmsuite.data.token_cache import encode_cached
 from llmsuite.data.tokenizer import TextTokenizer
 from tests.support.house import house
@@ -21,6 +24,9 @@ from tests.support.toml import tomllib
 
 NAMES = {"pyyaml": "yaml", "paddlepaddle": "paddle"}
 """Packages whose module is called otherwise."""
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+(PINNED,) = (text for text in EXTRAS["paddlenlp"] if text.startswith("paddlenlp=="))
+"""PaddleNLP in the version whose adapters are tested."""
 OF_THEIR_OWN = {
     "llmsuite.serving": {"fastapi", "uvicorn", "prometheus_client"},
     "llmsuite.inference.harness": {"lm_eval"},
@@ -33,7 +39,7 @@ OF_THEIR_OWN = {
 def needed() -> set[str]:
     """Modules of the packages that every installation has."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    texts = [*project["dependencies"], *project["optional-dependencies"]["cpu-lean"]]
+    texts = [*project["dependencies"], *project["optional-dependencies"]["cpu"]]
     names = [re.match(r"[\w.-]+", text)[0].lower() for text in texts]  # type: ignore[index]
     return {NAMES.get(name, name.replace("-", "_")) for name in names}
 
@@ -98,7 +104,10 @@ def test_rows_are_tokenised_without_paddlenlp(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("without_paddlenlp")
 def test_what_paddlenlp_reads_says_so(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer", "eos_token": "</s>"}')
-    with pytest.raises(UserError, match=r"has no tokenizer\.json, and what it has is read by paddlenlp, which is not"):
+    with pytest.raises(
+        UserError,
+        match=r"has no tokenizer\.json, and what it has is read by paddlenlp, which is not installed with all",
+    ):
         TextTokenizer(tmp_path)
 
 
@@ -106,3 +115,35 @@ def test_what_paddlenlp_reads_says_so(tmp_path: Path) -> None:
 def test_adapters_say_what_they_need() -> None:
     with pytest.raises(UserError, match=r"lora\.rank: adapters are layers of paddlenlp, which is not installed"):
         import_alone("paddlenlp.peft.lora.lora_layers")
+
+
+def test_the_command_for_adapters_leaves_out_what_paddlenlp_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = [f'{text.partition(";")[0]}; extra == "{extra}"' for extra, texts in EXTRAS.items() for text in texts]
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: built)
+    command = install_command("paddlenlp", alone="paddlenlp")
+    assert command == f"pip install --no-deps {PINNED}"
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", ROOT / "README.zh.md", *(ROOT / "docs" / "guide").glob("*.md"),
+    *(ROOT / "docs" / "zh" / "guide").glob("*.md"), *(ROOT / "docker").glob("*.Dockerfile"), ROOT / "CHANGELOG.md"],
+    ids=lambda path: path.name)  # fmt: skip
+def test_pages_name_the_version_of_paddlenlp_that_is_tested(path: Path) -> None:
+    named = re.findall(r"--no-deps (paddlenlp\S*[\w])", path.read_text(encoding="utf-8"))
+    assert set(named) <= {PINNED}
+
+
+def test_adapters_say_which_package_their_layers_lack(tmp_path: Path) -> None:
+    package = tmp_path / "paddlenlp"
+    (package / "peft").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "peft" / "in_vain.py").write_text("import a_package_that_nobody_has\n")
+    code = "from llmsuite.adapters.paddlenlp_peft import import_alone; import_alone('paddlenlp.peft.in_vain')"
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "which need the package a_package_that_nobody_has; install it with: pip install" in process.stderr

@@ -1,4 +1,4 @@
-"""AI Studio, through aistudio-sdk (which paddlenlp also needs), with the user's token.
+"""AI Studio, through aistudio-sdk, with the user's token.
 
 The SDK resumes no download and does not notice one that broke off, so files are compared with the sizes and digests of
 the repository. AI Studio has no commits: a name is pinned to its branch only, and a resumed run is refused if the

@@ -37,7 +37,7 @@ def wanted_here(extra: str) -> list[Requirement]:
     return [Requirement(package) for wanted, package in parted if not wanted.marker or wanted.marker.evaluate()]
 
 
-@pytest.mark.parametrize("extra", ["serve", "eval", "gguf", "ms", "math", "verifiers", "cpu"])
+@pytest.mark.parametrize("extra", ["serve", "eval", "gguf", "ms", "math", "verifiers", "cpu", "paddlenlp"])
 def test_the_packages_of_an_extra_are_named(extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     every = ["numpy<2,>=1.26", *built("serve"), *(built(extra) if extra != "serve" else [])]
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: every if name == "llmsuite" else None)
@@ -52,10 +52,11 @@ def test_a_package_of_other_versions_of_python_is_left_out(monkeypatch: pytest.M
     assert install_command("x") == "pip install 'a[b]<2'"
 
 
-def test_what_is_there_already_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_comes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: built("cpu"))
-    assert "paddlenlp==" in install_command("cpu", without="paddlepaddle")
-    assert "paddlepaddle" not in install_command("cpu", without="paddlepaddle")
+    (scipy,) = (text for text in PROJECT["optional-dependencies"]["cpu"] if text.startswith("scipy"))
+    pip, install, option, package = shlex.split(install_command("cpu", alone="scipy"))
+    assert (pip, install, option, Requirement(package)) == ("pip", "install", "--no-deps", Requirement(scipy))
 
 
 def test_a_clone_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

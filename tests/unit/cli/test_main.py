@@ -13,8 +13,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from llmsuite import __version__
 from llmsuite.base.resources import bundled
+from llmsuite.base.version import version_line
 from llmsuite.cli.main import main, split_overrides
 from llmsuite.contract.registry import ALLOW_LIST, Registry
 from llmsuite.contract.schema.section import as_plain
@@ -45,7 +45,7 @@ def table(text: str) -> dict[str, list[str]]:
 
 
 def test_version_and_help(run: Run, registry: Registry) -> None:
-    assert run("--version") == (0, f"llmsuite {__version__}\n", "")
+    assert run("--version") == (0, f"{version_line()}\n", "")
     code, out, err = run("--help")
     assert (code, err) == (0, "")
     for command in registry.commands.values():
@@ -356,7 +356,7 @@ def test_a_plugin_adds_a_subcommand_of_recipe(run: Run, tmp_path: Path) -> None:
     assert run("recipe", "shout", "a.json", "--loud", "--seed=3", plugin) == (3, "A.JSON ['--SEED=3']\n", "")
     assert run("recipe", "shout", plugin)[::2] == (
         2,
-        "recipe: RECIPE is missing. For help: llmsuite recipe --help\n  RECIPE: a recipe\n",
+        "recipe shout: RECIPE is missing. For help: llmsuite recipe shout --help\n  RECIPE: a recipe\n",
     )
     code, out, _ = run("recipe", "shout", "--help", plugin)
     assert (code, "say it" in out, "--loud" in out) == (0, True, True)

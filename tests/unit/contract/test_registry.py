@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from llmsuite.contract.registry import (
     ALLOW_LIST,
     BUILTIN,
     BUNDLED_PLUGINS,
+    NO_PLUGINS,
     REGISTRATIONS,
     PluginInfo,
     Registry,
@@ -410,6 +412,41 @@ def test_built_in_plugins_come_by_the_same_way() -> None:
     assert {name for info in registry.plugins for name in info.hooks} <= set(hookspecs.hook_names())
     for kind, name in (("stage", "dpo"), ("model", "llama"), ("device", "cpu"), ("command", "run")):
         assert registry.owner(kind, name).distribution == BUILTIN
+
+
+def test_own_plugins_pass_the_checks_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(NO_PLUGINS, "1")
+    registry = load_plugins()
+    for name in BUNDLED_PLUGINS:
+        module = importlib.import_module(f"llmsuite.plugins.{name}")
+        registry.add(PluginInfo(name, "package 1.0", module.__name__, plugin=module))
+        assert registry.plugins[-1].error is None
+        assert registry.plugins[-1].provides
+
+
+def test_specs_of_llmsuite_are_made_when_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ALLOW_LIST, "")
+    registry = load_plugins(complete=False)
+    assert all(not info.provides for info in registry.plugins)
+    assert "dpo" in registry.stages
+    provided = [thing for info in registry.plugins for thing in info.provides]
+    assert {thing.partition(" ")[0] for thing in provided} == {"stage"}
+    registry.complete()
+    complete = load_plugins()
+    for kind in REGISTRATIONS:
+        assert list(registry.specs(kind)) == list(complete.specs(kind))
+
+
+def test_a_name_of_llmsuite_is_taken_before_its_spec_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Plugin:
+        @llmsuite.hookimpl
+        def llmsuite_register_loggers(self) -> list[LoggerSpec]:
+            return [LoggerSpec(name="tensorboard", help="", factory=lambda run_dir: NotImplemented)]
+
+    monkeypatch.setenv(ALLOW_LIST, "")
+    registry = load_plugins(complete=False)
+    registry.add(PluginInfo("late", "late-package 1.0", "late", plugin=Plugin()))
+    assert "a plugin cannot replace a built-in name" in str(registry.plugins[-1].error)
 
 
 def test_specs_of_every_kind_reach_the_registry() -> None:

@@ -14,13 +14,13 @@ import safetensors.numpy
 from llmsuite.adapters.methods import BUILT_IN, METHODS
 from llmsuite.checkpoint.convert.paddle_save import write_pickle
 from llmsuite.cli.main import main
-from llmsuite.plugins.adapters_extra import llmsuite_register_adapters
+from llmsuite.plugins.adapters_extra import methods
 from tests.support.adapter_models import base_of
 
 LEFT_OUT = "adapter method {!r} is in the plugin adapters_extra, which --no-plugins leaves out"
 MODULE = "model.layers.0.self_attn.q_proj"
 
-EXTRA = llmsuite_register_adapters()
+EXTRA = methods()
 
 
 @pytest.fixture(autouse=True)

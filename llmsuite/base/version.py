@@ -1,0 +1,52 @@
+"""What is installed, in a line: the version of llmsuite, its commit, and the version of Paddle. Imports no Paddle."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+from pathlib import Path
+
+from llmsuite import __version__
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_PADDLES = ("paddlepaddle", "paddlepaddle-gpu", "paddlepaddle-xpu")
+_SECONDS = 5
+
+
+def version_line() -> str:
+    """A line such as "llmsuite 0.2.0, commit 1a2b3c4d, Paddle 3.3.1 (paddlepaddle)"; without the commit where nothing
+    records it."""
+    parts = [f"llmsuite {__version__}"]
+    if commit := find_commit(_PACKAGE):
+        parts.append(f"commit {commit}")
+    parts.append(_paddle())
+    return ", ".join(parts)
+
+
+def find_commit(package: Path) -> str:
+    """The commit that a package was built from, or that its git checkout is at; empty for neither.
+
+    Args:
+        package: the directory `llmsuite`, in a checkout or of an installation.
+    """
+    recorded = package / "_bundled" / "commit"
+    if recorded.is_file():
+        return recorded.read_text(encoding="utf-8").strip()
+    if not (package.parent / ".git").exists():
+        return ""
+    command = ["git", "-C", str(package.parent), "rev-parse", "--short=8", "HEAD"]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):  # no git, or a disk that hangs
+        return ""
+    return asked.stdout.strip()
+
+
+def _paddle() -> str:
+    found = []
+    for name in _PADDLES:
+        try:
+            found.append(f"{importlib.metadata.version(name)} ({name})")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return f"Paddle {' and '.join(found)}" if found else "without Paddle"
