@@ -239,7 +239,7 @@ def _family(name: str, cls: str, help: str, hf_model_types: tuple[str, ...]) -> 
 
 
 def _dense(name: str, cls: str, help: str, hf_model_types: tuple[str, ...], gguf: tuple[str, ...] = ()) -> ModelFamily:
-    """Return the dense decoder whose description is in `llmsuite.models.families.NAME`."""
+    """Return the decoder whose description is in `llmsuite.models.families.NAME`."""
     module = importlib.import_module(f"llmsuite.models.families.{name}")
     return dense_family(
         name=name,
@@ -257,6 +257,7 @@ def _dense(name: str, cls: str, help: str, hf_model_types: tuple[str, ...], gguf
 def llmsuite_register_models() -> list[ModelFamily]:
     return [
         _dense("llama", "Llama", "Llama 1, 2, 3.x, SmolLM2, TinyLlama, Mistral", ("llama", "mistral"), gguf=("llama",)),
+        _dense("mixtral", "Mixtral", "Mixtral", ("mixtral",)),
         _dense("qwen", "Qwen", "Qwen2, Qwen2.5, dense Qwen3", ("qwen2", "qwen3"), gguf=("qwen2", "qwen3")),
         _family("qwen_moe", "QwenMoe", "Qwen2-MoE, Qwen3-MoE", ("qwen2_moe", "qwen3_moe")),
         _dense("ernie", "Ernie", "ERNIE-4.5 without experts", ("ernie4_5",)),

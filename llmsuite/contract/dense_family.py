@@ -1,4 +1,4 @@
-"""A model family that is the description of a dense decoder."""
+"""A model family that is the description of a decoder."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from llmsuite.contract.specs import ModelFamily
 from llmsuite.models.decoder_config import DenseConfig
 from llmsuite.models.dense_plan import PLAN
+from llmsuite.models.sparse_plan import sparse_plan
 
 
 def dense_family(
@@ -47,7 +48,7 @@ def dense_family(
         smoke_keeps=smoke_keeps,
         factory=lambda: pkgutil.resolve_name(config_cls.network),
         names=lambda: pkgutil.resolve_name(f"llmsuite.models.dense_names:{names}"),
-        shard_plan=PLAN,
+        shard_plan=PLAN if config_cls.experts_key is None else sparse_plan(config_cls.experts_key),
         shape_spec=config_cls.shape_spec,
         hf_model_types=hf_model_types,
         gguf_architectures=gguf_architectures,

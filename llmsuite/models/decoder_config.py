@@ -18,7 +18,7 @@ from llmsuite.base.errors import UserError
 from llmsuite.models.head import Head, read_head, with_head
 from llmsuite.models.hf_config import check_keys, kept_keys
 from llmsuite.models.rope import frequencies, magnitude, read_hf
-from llmsuite.models.shape_spec import GatedMLP, GroupedQuery, LayerSpec, ShapeSpec
+from llmsuite.models.shape_spec import GatedMLP, GroupedQuery, LayerSpec, MoE, ShapeSpec
 
 PositiveInt = Annotated[int, Gt(0), Le(1 << 30)]
 NonNegativeInt = Annotated[int, Ge(0), Le(1 << 30)]
@@ -207,8 +207,9 @@ class GroupedQueryConfig(RotaryConfig):
 @in_written_order
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DenseConfig(GroupedQueryConfig):
-    """Shape of a dense decoder that is a description: `shape_spec` decides its layers and the names of its parameters
-    (`models.dense`, `models.dense_names`). A family is a subclass with its fields and its `shape_spec`."""
+    """Shape of a decoder that is a description: `shape_spec` decides its layers and the names of its parameters
+    (`models.dense`, or `models.sparse` with experts; `models.dense_names`). A family is a subclass with its fields and
+    its `shape_spec`."""
 
     network: ClassVar[str] = "llmsuite.models.dense:DenseLM"
     """Address of the class of the model, for `pkgutil.resolve_name`: `ScaledLM` where the description has a factor of
@@ -229,7 +230,12 @@ class DenseConfig(GroupedQueryConfig):
     """Values of keys that config.json omits, by `model_type`, where they are not the defaults of the fields."""
     hf_parts: ClassVar[Mapping[str, str]] = {}
     """Modules of a layer that have another name in HF's files than here, by our name. Several modules with one name are
-    equal parts of one matrix there, in this order."""
+    equal parts of one matrix there, in this order. `{}` in a name stands for the number of an expert."""
+
+    @property
+    def num_routed_experts(self) -> int:
+        """Number of routed experts of a layer; 0 for a model without experts."""
+        return 0 if self.experts_key is None else getattr(self, self.experts_key)
 
     @classmethod
     def from_hf(cls, data: Mapping[str, Any]) -> Self:
@@ -278,8 +284,8 @@ class DenseConfig(GroupedQueryConfig):
             heads=self.num_attention_heads, kv_heads=self.num_key_value_heads, head_size=self.head_size, **choices
         )
 
-    def layer(self, attention: GroupedQuery, mlp: GatedMLP | None = None, **choices: Any) -> LayerSpec:
-        """A layer of an attention and an MLP (None: one without biases), with the fields in `choices`."""
+    def layer(self, attention: GroupedQuery, mlp: GatedMLP | MoE | None = None, **choices: Any) -> LayerSpec:
+        """A layer of an attention and an MLP (None: one without biases or experts), with the fields in `choices`."""
         if mlp is None:
             mlp = GatedMLP(width=self.intermediate_size)
         return LayerSpec(attention=attention, mlp=mlp, **choices)

@@ -6,7 +6,8 @@ Our own names are HF's. In memory a linear weight is [inputs, outputs], as Paddl
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from llmsuite.models.head import head_shapes
@@ -15,7 +16,7 @@ from llmsuite.models.mtp import num_layers
 
 Shapes = dict[str, tuple[int, ...]]
 
-_STACKED = re.compile(r"(.*\.mlp\.experts)\.((?:gate|up|down)_proj\.weight)")
+_STACKED = re.compile(r"(.*\.)mlp\.experts\.((?:gate|up|down)_proj)\.weight")
 
 
 def decoder_shapes(config: Any, layer: Callable[[int], Shapes]) -> Shapes:
@@ -70,10 +71,18 @@ def expert_shapes(hidden: int, width: int, count: int) -> Shapes:
     return {f"experts.{part}": (count, *shape) for part, shape in mlp_shapes(hidden, width).items()}
 
 
-def expert_tensors(name: str, count: int) -> HfTensors | None:
+def expert_tensors(name: str, count: int, modules: Mapping[str, str] = MappingProxyType({})) -> HfTensors | None:
     """The tensors of HF's files, one per expert, that a parameter of routed experts stacks. None for any other
-    parameter."""
+    parameter.
+
+    Args:
+        name: the parameter.
+        count: number of experts.
+        modules: the modules of an expert in HF's files by ours, such as `mlp.experts.gate_proj`, where they are not
+            `mlp.experts.N.gate_proj`; `{}` stands for the number of the expert.
+    """
     match = _STACKED.fullmatch(name)
     if match is None:
         return None
-    return HfTensors(tuple(f"{match[1]}.{i}.{match[2]}" for i in range(count)), stacked=True)
+    theirs = modules.get(f"mlp.experts.{match[2]}", f"mlp.experts.{{}}.{match[2]}")
+    return HfTensors(tuple(f"{match[1]}{theirs.format(i)}.weight" for i in range(count)), stacked=True)

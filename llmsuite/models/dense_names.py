@@ -1,28 +1,37 @@
-"""Names and shapes of a dense decoder's parameters, from its description, in each file format. Imports no Paddle.
+"""Names and shapes of a described decoder's parameters, in each file format. Imports no Paddle.
 
-Our own names are those of HF's Llama. In memory a linear weight is [inputs, outputs], as Paddle has it.
+Our own names are those of HF's Llama, and of its DeepSeek for experts, which we stack as [E, inputs, outputs]. In memory
+a linear weight is [inputs, outputs], as Paddle has it.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from llmsuite.models import gguf_names
 from llmsuite.models.decoder_config import DenseConfig
-from llmsuite.models.decoder_names import Shapes, attention_shapes, decoder_shapes, mlp_shapes
+from llmsuite.models.decoder_names import (
+    Shapes,
+    attention_shapes,
+    decoder_shapes,
+    expert_shapes,
+    expert_tensors,
+    mlp_shapes,
+)
 from llmsuite.models.head import SCORE
 from llmsuite.models.hf_tensors import HfTensors
-from llmsuite.models.shape_spec import GatedMLP, GroupedQuery, LayerSpec
+from llmsuite.models.shape_spec import GatedMLP, GroupedQuery, LayerSpec, MoE
 
 _IGNORED = re.compile(r".*rotary_emb\.inv_freq")
 _LAYER = re.compile(r"(model\.layers\.\d+)\.(.+)\.(weight|bias)")
 
 
 class DenseNames:
-    """`ModelFamily.names` of a dense decoder whose config is a `DenseConfig`."""
+    """`ModelFamily.names` of a decoder whose config is a `DenseConfig`."""
 
     def parameter_names(self, config: DenseConfig) -> Iterator[str]:
         """Every parameter of the model, in the order of the layers."""
@@ -34,11 +43,14 @@ class DenseNames:
         return decoder_shapes(config, lambda number: _layer_shapes(config, layers[number]))
 
     def is_linear(self, name: str) -> bool:
-        """True if HF stores this parameter transposed, as [outputs, inputs]."""
-        return name.endswith(("_proj.weight", "lm_head.weight", SCORE))
+        """True if HF stores this parameter transposed, as [outputs, inputs]; if it is a stack, each of its matrices."""
+        return name.endswith(("_proj.weight", ".mlp.gate.weight", "lm_head.weight", SCORE))
 
     def hf_tensors(self, name: str, config: DenseConfig) -> HfTensors:
-        """The tensor of an HF model that holds a parameter, or the part of one."""
+        """The tensor of an HF model that holds a parameter, or the part of one, or those that are stacked in it."""
+        stack = expert_tensors(name, config.num_routed_experts, config.hf_parts)
+        if stack is not None:
+            return stack
         match = _LAYER.fullmatch(name)
         theirs = config.hf_parts.get(match[2]) if match else None
         if match is None or theirs is None:
@@ -91,9 +103,7 @@ GGUF_NAMES = DenseGgufNames()
 def _layer_shapes(config: DenseConfig, layer: LayerSpec) -> Shapes:
     """The parameters of a layer, in the order that `blocks.DecoderLayer` and `dense.DenseLayer` have them."""
     attention = layer.attention
-    mlp = layer.mlp
     assert isinstance(attention, GroupedQuery)
-    assert isinstance(mlp, GatedMLP)
     qk_norms = None
     if attention.normed is not None:
         counts = (attention.heads, attention.kv_heads) if attention.normed == "whole" else (1, 1)
@@ -106,11 +116,19 @@ def _layer_shapes(config: DenseConfig, layer: LayerSpec) -> Shapes:
         "input_layernorm": before,
         "self_attn": parts,
         "post_attention_layernorm": before,
-        "mlp": mlp_shapes(hidden, mlp.width, mlp.biased),
+        "mlp": _mlp_shapes(hidden, layer.mlp),
         "post_self_attn_layernorm": after,
         "post_mlp_layernorm": after,
     }
     return {f"{module}.{part}": shape for module, shapes in modules.items() for part, shape in shapes.items()}
+
+
+def _mlp_shapes(hidden: int, mlp: Any) -> Shapes:
+    """The parameters of a gated MLP, or of `moe.MoE`."""
+    if isinstance(mlp, GatedMLP):
+        return mlp_shapes(hidden, mlp.width, mlp.biased)
+    assert isinstance(mlp, MoE)
+    return {"gate.weight": (hidden, mlp.experts), **expert_shapes(hidden, mlp.width, mlp.experts)}
 
 
 def _rotated_heads(name: str, config: DenseConfig) -> int | None:

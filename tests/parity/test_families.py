@@ -23,6 +23,7 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "qwen2": ("qwen", ("--model.config.model_type=qwen2",)),
     "qwen3 tied": ("qwen", ("--model.config.tie_word_embeddings=true",)),
     "llama with biases": ("llama", ("--model.config.attention_bias=true", "--model.config.mlp_bias=true")),
+    "mixtral": ("mixtral", ()),
     "qwen3 moe": ("qwen_moe", ()),
     "qwen2 moe tied": (
         "qwen_moe",
@@ -66,7 +67,7 @@ MESHES = {
 }
 
 
-EXPERTS = ("qwen_moe", "ernie_moe", "deepseek")
+EXPERTS = ("mixtral", "qwen_moe", "ernie_moe", "deepseek")
 OF_EXPERTS = {
     "ep2": (2, '{"expert_parallel_degree":2}', "dynamic"),
     "ep2 stage3 compiled": (2, '{"expert_parallel_degree":2,"sharding":"stage3"}', "to_static"),

@@ -135,7 +135,7 @@ def test_plugins_list_and_info(run: Run, registry: Registry) -> None:
     )
     stages += ", stage ppo, stage infer"
     models = (
-        "model llama, model qwen, model qwen_moe, model ernie, model gemma, model granite, model smollm3, model olmo"
+        "model llama, model mixtral, model qwen, model qwen_moe, model ernie, model gemma, model granite, model smollm3, model olmo"
     )
     models += ", model seed_oss, model glm, model ernie_moe, model gpt, model deepseek"
     code, out, _ = run("plugins", "info", "builtin")

@@ -32,6 +32,7 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     ("qwen", {}),
+    ("mixtral", {}),
     ("qwen_moe", {}),
     ("ernie", {}),
     ("gemma", {}),

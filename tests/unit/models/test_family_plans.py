@@ -72,6 +72,8 @@ PUBLISHED = {
     "mistral-7b-v0.3": 7.248e9,
     "mistral-nemo-12b": 12.25e9,
     "smollm2-135m": 0.1345e9,
+    "mixtral-8x7b": 46.70e9,
+    "mixtral-8x22b": 140.6e9,
     "digits": 431e3,  # ours
     "gemma-2-2b": 2.614e9,
     "gemma-2-9b": 9.242e9,
@@ -96,6 +98,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama biased": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "mistral": ("llama", {"model_type": "mistral"}),
     "mistral with a window": ("llama", {"model_type": "mistral", "sliding_window": 9}),
+    "mixtral": ("mixtral", {}),
+    "mixtral with a window, tied": ("mixtral", {"sliding_window": 9, "tie_word_embeddings": True}),
     "qwen2": ("qwen", {"model_type": "qwen2"}),
     "qwen3 tied": ("qwen", {"tie_word_embeddings": True}),
     "qwen3 moe": ("qwen_moe", {}),

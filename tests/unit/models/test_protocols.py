@@ -35,9 +35,9 @@ class Image(PlainShape):
 
 
 CONFIGS = {
-    HasWindow: {"llama", "gemma"},
+    HasWindow: {"llama", "gemma", "mixtral"},
     HasMtpLayers: {"deepseek"},
-    HasGateBias: {"deepseek", "ernie_moe", "qwen_moe"},
+    HasGateBias: {"deepseek", "ernie_moe", "mixtral", "qwen_moe"},
 }
 NAMES = {
     HasPaddleNLPNames: {"gpt"},

@@ -50,6 +50,7 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"tie_word_embeddings": True}),
     ("qwen", {}),
     ("qwen", {"model_type": "qwen2"}),
+    ("mixtral", {"sliding_window": 9}),
     ("qwen_moe", {}),
     ("qwen_moe", {"model_type": "qwen2_moe", "norm_topk_prob": False, "num_key_value_heads": 4}),
     ("ernie", {"use_bias": True}),
