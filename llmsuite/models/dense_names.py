@@ -1,7 +1,7 @@
 """Names and shapes of a described decoder's parameters, in each file format. Imports no Paddle.
 
-Our own names are those of HF's Llama, and of its DeepSeek for experts, which we stack as [E, inputs, outputs]. In memory
-a linear weight is [inputs, outputs], as Paddle has it.
+Our own names are those of HF's Llama, and of its DeepSeek for experts, which we stack as [E, inputs, outputs]. In
+memory a linear weight is [inputs, outputs], as Paddle has it.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ from llmsuite.models.decoder_config import DenseConfig
 from llmsuite.models.dense_plan import WITHOUT_MLP_BIASES as DENSE
 from llmsuite.models.shard_plan import ShardPlan, indivisible
 
-
 _NOT_HERE = frozenset(
     (
         "model.layers.*.self_attn.[qkv]_proj.bias",

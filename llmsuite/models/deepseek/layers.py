@@ -137,7 +137,8 @@ class Attention(nn.Layer, WithCore):
 
 
 class DeepSeekGate(Gate):
-    """The router of V2, by softmax, and of V3, by sigmoid and with a bias; both may limit a token to groups."""
+    """The router of V2, by softmax, and of V3 and Kimi K2, by sigmoid and with a bias; all may limit a token to
+    groups."""
 
     def __init__(self, config: DeepSeekConfig):
         sizes = config.hidden_size, config.n_routed_experts, config.num_experts_per_tok
@@ -187,7 +188,7 @@ def _layer(config: DeepSeekConfig, ops: Ops, number: int) -> DecoderLayer:
 
 
 class DeepSeek(MoELM):
-    """DeepSeek-V2 and V3; MTP layers are a part of the model where they are trained."""
+    """DeepSeek-V2 and V3, and Kimi K2; MTP layers are a part of the model where they are trained."""
 
     def __init__(self, config: DeepSeekConfig, ops: Ops):
         layers = [_layer(config, ops, i) for i in range(num_layers(config))]

@@ -113,5 +113,5 @@ def is_carried(name: str, config: DeepSeekConfig) -> bool:
 
 
 def paddlenlp_prefix(config: DeepSeekConfig) -> str | None:
-    """The prefix that PaddleNLP writes instead of `model.`."""
-    return f"{config.model_type}."
+    """The prefix that PaddleNLP writes instead of `model.`; None for Kimi K2, which it does not have."""
+    return None if config.model_type == "kimi_k2" else f"{config.model_type}."

@@ -53,6 +53,7 @@ PUBLISHED = {
     "deepseek-v2-lite": 15.71e9,
     "deepseek-v2": 235.7e9,
     "deepseek-v3": 671.0e9,
+    "kimi-k2": 1026e9,
     "gpt2": 0.1244e9,
     "gpt2-medium": 0.3548e9,
     "gpt2-large": 0.7740e9,
@@ -127,6 +128,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"moe_num_shared_experts": 0, "moe_layer_interval": 2, "tie_word_embeddings": False},
     ),
     "deepseek v3": ("deepseek", {}),
+    "kimi k2": ("deepseek", {"model_type": "kimi_k2", "n_group": 1, "topk_group": 1}),
     "deepseek v2": (
         "deepseek",
         {"model_type": "deepseek_v2", "topk_method": "greedy", "norm_topk_prob": False, "q_lora_rank": None},

@@ -87,6 +87,8 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("deepseek/v2_grouped", {"rms_norm_eps": 1e-4}),
     ("deepseek/v2_grouped", {"topk_method": "greedy"}),
     ("deepseek/v2_grouped", {"topk_group": 3}),
+    ("deepseek/kimi_k2", {"rope_scaling": None}),
+    ("deepseek/kimi_k2", {"routed_scaling_factor": 2.79}),
     ("deepseek/v3", {"norm_topk_prob": False}),
     ("deepseek/v3", {"routed_scaling_factor": 1.51}),
     ("deepseek/v3", {"n_group": 2, "topk_group": 1}),
@@ -387,6 +389,7 @@ REFUSED = [
     ("gpt/tied", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True; the gpt family"),
     ("gpt/tied", {"activation_function": "gelu"}, "activation_function is 'gelu'; the gpt family has gelu_new only"),
     ("deepseek/v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; deepseek_v3 has sigmoid"),
+    ("deepseek/kimi_k2", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; kimi_k2 has sigmoid"),
     ("deepseek/v2_lite", {"num_key_value_heads": 1}, "num_key_value_heads is not num_attention_heads = 2"),
     ("deepseek/v3", {"rope_interleave": False}, "rope_interleave is False"),
 ]

@@ -50,6 +50,7 @@ _MODEL_TYPES = (
     (r"qwen-?(1\.5|2)|qwq", "qwen2"),
     (r"qwen", "qwen"),
     (r"distill-llama|llama|vicuna|alpaca|smollm|deepseek-(llm|coder|math)", "llama"),
+    (r"kimi-?k2\b(?![.-]?(5|6))", "kimi_k2"),
     (r"deepseek-?(v3|r1)", "deepseek_v3"),
     (r"deepseek", "deepseek_v2"),
     (r"gpt", "gpt2"),
