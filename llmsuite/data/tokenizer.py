@@ -26,8 +26,8 @@ _OF_TIKTOKEN = (
     "{directory}: its tokenizer is a tiktoken.model, which only Python code that comes with the model reads, and no "
     "such code is run here; put a tokenizer.json there. `TikTokenConverter` of transformers.convert_slow_tokenizer "
     'makes one: TikTokenConverter(vocab_file="tiktoken.model", pattern=PATTERN, extra_special_tokens=TOKENS)'
-    '.converted().save("tokenizer.json"), with the pattern in the model\'s tokenization_*.py, and the special tokens of '
-    "its tokenizer_config.json in the order of their ids"
+    '.converted().save("tokenizer.json"), with the pattern in the model\'s tokenization_*.py, and the special tokens '
+    "of its tokenizer_config.json in the order of their ids"
 )
 _PROBES = ("a", "Z", "7", "é")
 """Texts that show the prefix that a tokenizer adds to every text."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from annotated_types import Ge, Gt, Le
 from typing_extensions import Self
@@ -29,6 +29,8 @@ NumLayers = Annotated[int, Gt(0), Le(10_000)]
 MAX_EXPERTS = 1 << 20
 """Experts of all layers together."""
 MAX_ROTARY = 4096
+LayerType = Literal["sliding_attention", "full_attention"]
+"""The attention of a layer, in HF's `layer_types`."""
 SMALL: Mapping[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 64,

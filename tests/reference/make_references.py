@@ -164,8 +164,10 @@ CASES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
                 "num_hidden_layers": 3,
                 "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
                 "sliding_window": 9,
-                "rope_scaling": {key: value for key, value in YARN.items() if key != "rope_theta"},
-                "rope_theta": 1000.0,
+                "rope_parameters": {
+                    "full_attention": YARN,
+                    "sliding_attention": {"rope_type": "default", "rope_theta": YARN["rope_theta"]},
+                },
             },
         ),
     },

@@ -39,6 +39,7 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("gemma", {"model_type": "gemma2", "rope_local_base_freq": None, "attn_logit_softcapping": 50.0}),
     ("granite", {}),
     ("smollm3", {}),
+    ("hunyuan", {}),
     ("olmo", {}),
     ("glm", {}),
     ("ernie_moe", {}),

@@ -35,7 +35,7 @@ class Image(PlainShape):
 
 
 CONFIGS = {
-    HasWindow: {"llama", "gemma", "mixtral"},
+    HasWindow: {"llama", "gemma", "mixtral", "olmo"},
     HasMtpLayers: {"deepseek"},
     HasGateBias: {"deepseek", "ernie_moe", "mixtral", "qwen_moe"},
 }

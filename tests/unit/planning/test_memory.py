@@ -60,6 +60,8 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("smollm3", {"no_rope_layer_interval": 3}),
     ("olmo", {}),
     ("seed_oss", {}),
+    ("olmo", {"model_type": "olmo3", "sliding_window": 9}),
+    ("hunyuan", {}),
     ("glm", {}),
     ("ernie_moe", {}),
     ("ernie_moe", {"moe_num_shared_experts": 0, "num_key_value_heads": 4}),

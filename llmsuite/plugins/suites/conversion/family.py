@@ -37,6 +37,7 @@ _MODEL_TYPES = (
     (r"olmo-?2\b", "olmo2"),
     (r"olmo-?3", "olmo3"),
     (r"seed-oss", "seed_oss"),
+    (r"hunyuan-(0\.5|1\.8|4|7)b\b", "hunyuan_v1_dense"),
     (r"smollm-?3", "smollm3"),
     (r"bloom", "bloom"),
     (r"\bopt-\d", "opt"),
