@@ -268,6 +268,7 @@ def llmsuite_register_models() -> list[ModelFamily]:
         _dense("seed_oss", "SeedOss", "Seed-OSS", ("seed_oss",)),
         _dense("hunyuan", "Hunyuan", "Hunyuan without experts", ("hunyuan_v1_dense",)),
         _dense("glm", "Glm", "GLM-4-0414, GLM-Z1", ("glm4",)),
+        _dense("glm_moe", "GlmMoe", "GLM-4.5, GLM-4.6", ("glm4_moe",)),
         _family("ernie_moe", "ErnieMoe", "ERNIE-4.5 with experts", ("ernie4_5_moe",)),
         _family("gpt", "GPT", "GPT-2, GPT-3", ("gpt2", "gpt")),
         _family("deepseek", "DeepSeek", "DeepSeek-V2, V2-Lite, V3; Kimi K2", ("deepseek_v2", "deepseek_v3", "kimi_k2")),

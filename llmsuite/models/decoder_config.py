@@ -65,6 +65,26 @@ def in_written_order(cls: _Config) -> _Config:
     return cls
 
 
+def group_problems(config: Any, least: int) -> Iterator[tuple[str, str]]:
+    """Rules for experts in groups, as (field, message).
+
+    Args:
+        config: has n_routed_experts, n_group, topk_group and num_experts_per_tok.
+        least: number of experts that a group needs.
+    """
+    experts = config.n_routed_experts
+    groups = config.n_group
+    if experts % groups:
+        yield "n_group", f"is {groups}, which does not divide n_routed_experts = {experts}"
+    elif config.topk_group > groups:
+        yield "topk_group", f"is {config.topk_group}; there are n_group = {groups}"
+    elif experts // groups < least:
+        yield "n_group", f"is {groups}; the choice of groups needs at least {least} experts in each"
+    elif config.num_experts_per_tok > config.topk_group * (experts // groups):
+        there = f"topk_group {config.topk_group} x {experts // groups} experts of a group"
+        yield "num_experts_per_tok", f"is {config.num_experts_per_tok}, more than {there}"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """Shape of a decoder-only transformer."""
@@ -233,6 +253,9 @@ class DenseConfig(GroupedQueryConfig):
     hf_parts: ClassVar[Mapping[str, str]] = {}
     """Modules of a layer that have another name in HF's files than here, by our name. Several modules with one name are
     equal parts of one matrix there, in this order. `{}` in a name stands for the number of an expert."""
+
+    stores_mtp: ClassVar[bool] = False
+    """True for a family with shared experts whose files may have layers for multi-token prediction (`models.mtp`)."""
 
     @property
     def num_routed_experts(self) -> int:

@@ -10,11 +10,13 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from llmsuite.models.head import head_shapes
+from llmsuite.models.head import head_shapes, is_tied
 from llmsuite.models.hf_tensors import HfTensors
-from llmsuite.models.mtp import num_layers
+from llmsuite.models.mtp import num_layers, num_mtp_layers
 
 Shapes = dict[str, tuple[int, ...]]
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\..*")
 
 _STACKED = re.compile(r"(.*\.)mlp\.experts\.((?:gate|up|down)_proj)\.weight")
 
@@ -69,6 +71,40 @@ def _matrix(name: str, inputs: int, outputs: int, bias: bool) -> Shapes:
 def expert_shapes(hidden: int, width: int, count: int) -> Shapes:
     """The parameters of `experts.Experts`."""
     return {f"experts.{part}": (count, *shape) for part, shape in mlp_shapes(hidden, width).items()}
+
+
+def mtp_shapes(hidden: int) -> Shapes:
+    """The parameters of `moe.MTPLayer` besides those of its decoder layer."""
+    return {
+        **{f"{part}.weight": (hidden,) for part in ("enorm", "hnorm")},
+        "eh_proj.weight": (2 * hidden, hidden),
+        "shared_head.norm.weight": (hidden,),
+    }
+
+
+def mtp_copies(config: Any) -> dict[str, list[str]]:
+    """Parameters of which the MTP layers of a file have copies, with the names of the copies: the published ones have
+    the embedding and the output projection."""
+    layers = [f"model.layers.{config.num_hidden_layers + i}" for i in range(num_mtp_layers(config))]
+    embeddings = [f"{layer}.embed_tokens.weight" for layer in layers]
+    heads = [f"{layer}.shared_head.head.weight" for layer in layers]
+    if is_tied(config):
+        return {"model.embed_tokens.weight": embeddings + heads}
+    return {"model.embed_tokens.weight": embeddings, "lm_head.weight": heads}
+
+
+def belongs_to_model(name: str, config: Any) -> bool:
+    """False for a tensor of an HF file that is a copy in an MTP layer, or of a layer after the last."""
+    if any(name in copies for copies in mtp_copies(config).values()):
+        return False
+    match = _LAYER.fullmatch(name)
+    return match is None or int(match[1]) < config.num_hidden_layers + config.num_nextn_predict_layers
+
+
+def is_of_untrained_mtp(name: str, config: Any) -> bool:
+    """True if a tensor of an HF file belongs to an MTP layer of a model that does not train them."""
+    match = None if config.mtp else _LAYER.fullmatch(name)
+    return match is not None and int(match[1]) >= config.num_hidden_layers
 
 
 def expert_tensors(name: str, count: int, modules: Mapping[str, str] = MappingProxyType({})) -> HfTensors | None:

@@ -6,6 +6,7 @@ memory a linear weight is [inputs, outputs], as Paddle has it.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -17,10 +18,14 @@ from llmsuite.models.decoder_config import DenseConfig
 from llmsuite.models.decoder_names import (
     Shapes,
     attention_shapes,
+    belongs_to_model,
     decoder_shapes,
     expert_shapes,
     expert_tensors,
+    is_of_untrained_mtp,
     mlp_shapes,
+    mtp_copies,
+    mtp_shapes,
 )
 from llmsuite.models.head import SCORE
 from llmsuite.models.hf_tensors import HfTensors
@@ -67,6 +72,24 @@ class DenseNames:
         return config.paddlenlp_prefix
 
 
+class DenseMtpNames(DenseNames):
+    """`DenseNames` of a family whose files may have MTP layers (`llmsuite.models.mtp`)."""
+
+    def hf_tensors(self, name: str, config: DenseConfig) -> HfTensors:
+        """As `DenseNames.hf_tensors`; published MTP layers have copies of the embedding and the output projection."""
+        copies = tuple(mtp_copies(config).get(name, ()))
+        return dataclasses.replace(super().hf_tensors(name, config), copies=copies)
+
+    def from_hf(self, name: str, config: DenseConfig) -> str | None:
+        """The full name of a tensor in an HF file; None for one that is computed, a copy, or of a layer after the
+        last."""
+        return super().from_hf(name, config) if belongs_to_model(name, config) else None
+
+    def is_carried(self, name: str, config: DenseConfig) -> bool:
+        """True if a tensor of an HF file belongs to an MTP layer of a model that does not train them."""
+        return is_of_untrained_mtp(name, config)
+
+
 class DenseGgufNames(DenseNames):
     """`DenseNames` of a family that llama.cpp has with the names in `gguf_names`."""
 
@@ -97,6 +120,7 @@ class DenseGgufNames(DenseNames):
 
 
 NAMES = DenseNames()
+MTP_NAMES = DenseMtpNames()
 GGUF_NAMES = DenseGgufNames()
 
 
@@ -120,7 +144,8 @@ def _layer_shapes(config: DenseConfig, layer: LayerSpec) -> Shapes:
         "post_self_attn_layernorm": after,
         "post_mlp_layernorm": after,
     }
-    return {f"{module}.{part}": shape for module, shapes in modules.items() for part, shape in shapes.items()}
+    found = {f"{module}.{part}": shape for module, shapes in modules.items() for part, shape in shapes.items()}
+    return found | mtp_shapes(hidden) if layer.is_mtp else found
 
 
 def _mlp_shapes(hidden: int, mlp: Any) -> Shapes:
@@ -128,7 +153,12 @@ def _mlp_shapes(hidden: int, mlp: Any) -> Shapes:
     if isinstance(mlp, GatedMLP):
         return mlp_shapes(hidden, mlp.width, mlp.biased)
     assert isinstance(mlp, MoE)
-    return {"gate.weight": (hidden, mlp.experts), **expert_shapes(hidden, mlp.width, mlp.experts)}
+    gate: Shapes = {"gate.weight": (hidden, mlp.experts)}
+    if mlp.choice_biased:
+        gate["gate.e_score_correction_bias"] = (mlp.experts,)
+    shared = mlp_shapes(hidden, mlp.shared_width) if mlp.shared_width else {}
+    routed = gate | expert_shapes(hidden, mlp.width, mlp.experts)
+    return routed | {f"shared_experts.{part}": shape for part, shape in shared.items()}
 
 
 def _rotated_heads(name: str, config: DenseConfig) -> int | None:

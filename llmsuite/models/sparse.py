@@ -7,11 +7,11 @@ shapes and the forward pass.
 from __future__ import annotations
 
 from llmsuite.devices.ops import Ops
-from llmsuite.models.blocks import DecoderLayer
+from llmsuite.models.blocks import DecoderLayer, GatedMLP
 from llmsuite.models.decoder_config import DenseConfig
 from llmsuite.models.dense import make_attention, make_mlp, make_norm
 from llmsuite.models.experts import Experts
-from llmsuite.models.moe import DenseLayer, Gate, MoE, MoELayer, MoELM
+from llmsuite.models.moe import DenseLayer, GroupedGate, MoE, MoELayer, MoELM, MTPLayer
 from llmsuite.models.shape_spec import LayerSpec
 from llmsuite.models.shape_spec import MoE as MoESpec
 
@@ -34,9 +34,16 @@ def _make_layer(config: DenseConfig, ops: Ops, spec: LayerSpec) -> DecoderLayer:
     attention = make_attention(config, ops, spec)
     if not isinstance(spec.mlp, MoESpec):
         return DenseLayer(first, attention, second, make_mlp(config, ops, spec))
-    return MoELayer(first, attention, second, _make_mixture(config.hidden_size, ops, spec.mlp))
+    mixture = _make_mixture(config.hidden_size, ops, spec.mlp)
+    if spec.is_mtp:
+        size = config.hidden_size
+        return MTPLayer(
+            first, attention, second, mixture, size, lambda: make_norm(spec.norm, size, config.rms_norm_eps, ops)
+        )
+    return MoELayer(first, attention, second, mixture)
 
 
 def _make_mixture(hidden_size: int, ops: Ops, spec: MoESpec) -> MoE:
-    gate = Gate(hidden_size, spec.experts, spec.chosen, spec.normed)
-    return MoE(gate, Experts(spec.experts, hidden_size, spec.width, ops))
+    shared = GatedMLP(hidden_size, spec.shared_width, ops) if spec.shared_width else None
+    experts = Experts(spec.experts, hidden_size, spec.width, ops)
+    return MoE(GroupedGate(hidden_size, spec), experts, shared)

@@ -40,6 +40,8 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "seed oss": ("seed_oss", ()),
     "hunyuan": ("hunyuan", ()),
     "glm": ("glm", ()),
+    "glm moe": ("glm_moe", ()),
+    "glm moe with norms of heads": ("glm_moe", ("--model.config.use_qk_norm=true",)),
     "ernie moe": ("ernie_moe", ()),
     "ernie moe without shared experts": ("ernie_moe", ("--model.config.moe_num_shared_experts=0",)),
     "gpt": ("gpt", ()),
@@ -69,7 +71,7 @@ MESHES = {
 }
 
 
-EXPERTS = ("mixtral", "qwen_moe", "ernie_moe", "deepseek")
+EXPERTS = ("mixtral", "qwen_moe", "glm_moe", "ernie_moe", "deepseek")
 OF_EXPERTS = {
     "ep2": (2, '{"expert_parallel_degree":2}', "dynamic"),
     "ep2 stage3 compiled": (2, '{"expert_parallel_degree":2,"sharding":"stage3"}', "to_static"),

@@ -16,6 +16,7 @@ from llmsuite.models.decoder_config import (
     PositiveInt,
     RotaryConfig,
     TokenId,
+    group_problems,
     in_written_order,
 )
 from llmsuite.models.head import with_head
@@ -120,8 +121,6 @@ class DeepSeekConfig(RotaryConfig):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules between the fields, as (field, message)."""
-        experts = self.n_routed_experts
-        groups = self.n_group
         methods = ("noaux_tc",) if self.has_gate_bias else ("greedy", "group_limited_greedy")
         if self.topk_method not in methods:
             yield "topk_method", f"is {self.topk_method}; {self.model_type} has {' and '.join(methods)}"
@@ -130,15 +129,7 @@ class DeepSeekConfig(RotaryConfig):
                 "norm_topk_prob",
                 "is true; no deepseek_v2 is made so, and the published codes differ about it",
             )
-        if experts % groups:
-            yield "n_group", f"is {groups}, which does not divide n_routed_experts = {experts}"
-        elif self.topk_group > groups:
-            yield "topk_group", f"is {self.topk_group}; there are n_group = {groups}"
-        elif self.topk_method == "noaux_tc" and experts // groups < 2:
-            yield "n_group", f"is {groups}; noaux_tc needs groups of at least 2 experts"
-        elif self.num_experts_per_tok > self.topk_group * (experts // groups):
-            least = f"topk_group {self.topk_group} x {experts // groups} experts of a group"
-            yield "num_experts_per_tok", f"is {self.num_experts_per_tok}, more than {least}"
+        yield from group_problems(self, least=2 if self.has_gate_bias else 1)
         if self.qk_rope_head_dim % 2:
             yield "qk_rope_head_dim", f"is {self.qk_rope_head_dim}; rotary positions need an even size"
         yield from super().problems()

@@ -135,8 +135,8 @@ def test_plugins_list_and_info(run: Run, registry: Registry) -> None:
     )
     stages += ", stage ppo, stage infer"
     models = "model llama, model mixtral, model qwen, model qwen_moe, model ernie, model gemma, model granite"
-    models += ", model smollm3, model olmo, model seed_oss, model hunyuan, model glm, model ernie_moe, model gpt"
-    models += ", model deepseek"
+    models += ", model smollm3, model olmo, model seed_oss, model hunyuan, model glm, model glm_moe"
+    models += ", model ernie_moe, model gpt, model deepseek"
     code, out, _ = run("plugins", "info", "builtin")
     assert code == 0
     assert "entry point   llmsuite.builtin\n" in out

@@ -40,6 +40,7 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("granite", {}),
     ("smollm3", {}),
     ("hunyuan", {}),
+    ("glm_moe", {}),
     ("olmo", {}),
     ("glm", {}),
     ("ernie_moe", {}),

@@ -93,6 +93,8 @@ PUBLISHED = {
     "seed-oss-36b": 36.15e9,
     "hunyuan-7b": 7.505e9,
     "glm-4-9b-0414": 9.400e9,
+    "glm-4.5-air": 106.9e9,
+    "glm-4.5": 352.8e9,
     "glm-4-32b-0414": 32.57e9,
 }
 
@@ -127,6 +129,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan": ("hunyuan", {}),
     "seed oss": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),
     "glm": ("glm", {}),
+    "glm moe": ("glm_moe", {"use_qk_norm": True}),
     "ernie moe": ("ernie_moe", {}),
     "ernie moe without shared experts": (
         "ernie_moe",

@@ -85,6 +85,10 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("hunyuan/alpha_tied_biases", {"rope_scaling": {"rope_type": "dynamic", "alpha": 45.0}}),
     ("seed_oss/plain", {"rope_theta": 9000.0}),
     ("glm/partial", {"rope_theta": 9000.0}),
+    ("glm_moe/partial", {"n_group": 2, "topk_group": 1}),
+    ("glm_moe/partial", {"norm_topk_prob": False}),
+    ("glm_moe/partial", {"rope_theta": 9000.0}),
+    ("glm_moe/one_group", {"routed_scaling_factor": 2.49}),
     ("ernie_moe/tied", {"rms_norm_eps": 1e-4}),
     ("ernie_moe/tied", {"moe_k": 2}),
     ("gpt/tied", {"layer_norm_eps": 1e-4}),
@@ -324,15 +328,16 @@ def test_the_kind_of_a_rope_scaling_has_the_name_that_each_reader_looks_for() ->
     assert type(config).from_hf({**config.to_hf(), "rope_scaling": older}) == config
 
 
-def test_mtp_layers_are_copied_or_omitted_with_a_message(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["deepseek/v3", "glm_moe/partial"])
+def test_mtp_layers_are_copied_or_omitted_with_a_message(case: str, tmp_path: Path) -> None:
     extra = {
         name: np.ones([2, 2], "float32") for name in ("model.layers.3.eh_proj.weight", "model.layers.3.enorm.weight")
     }
-    model = open_model(copy_with("deepseek/v3", tmp_path, extra, num_nextn_predict_layers=1), FAMILIES)
+    model = open_model(copy_with(case, tmp_path, extra, num_nextn_predict_layers=1), FAMILIES)
     assert model.carried == sorted(extra)
-    assert difference(load(tmp_path), "deepseek/v3") <= TOLERANCE
+    assert difference(load(tmp_path), case) <= TOLERANCE
     assert model.config.to_hf()["num_nextn_predict_layers"] == 1
-    model = open_model(copy_with("deepseek/v3", tmp_path, extra, num_nextn_predict_layers=0), FAMILIES)
+    model = open_model(copy_with(case, tmp_path, extra, num_nextn_predict_layers=0), FAMILIES)
     assert model.carried == []
     assert model.description == "hf layout; 2 tensors are ignored, such as model.layers.3.eh_proj.weight"
     assert model.config.to_hf()["num_nextn_predict_layers"] == 0
@@ -407,6 +412,11 @@ REFUSED = [
     ),
     ("hunyuan/plain", {"use_cla": True}, "use_cla is True; the hunyuan family has False only"),
     ("granite/tied", {"position_embedding_type": "nope"}, "does not know position_embedding_type"),
+    (
+        "glm_moe/partial",
+        {"scoring_func": "softmax"},
+        "scoring_func is 'softmax'; the glm_moe family has 'sigmoid' only",
+    ),
     ("ernie_moe/tied", {"use_bias": True}, "use_bias is True; the ernie_moe family has False only"),
     ("gpt/tied", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True; the gpt family"),
     ("gpt/tied", {"activation_function": "gelu"}, "activation_function is 'gelu'; the gpt family has gelu_new only"),
@@ -446,6 +456,10 @@ REFUSED = [
         ("olmo/olmo3", {"sliding_window": None}, "sliding_window"),
         ("hunyuan/plain", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling"),
         ("glm/partial", {"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
+        ("glm_moe/partial", {"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
+        ("glm_moe/partial", {"first_k_dense_replace": 3}, "first_k_dense_replace"),
+        ("glm_moe/partial", {"n_group": 3}, "n_group"),
+        ("glm_moe/partial", {"num_experts_per_tok": 5}, "num_experts_per_tok"),
         ("ernie_moe/tied", {"moe_k": 9}, "moe_k"),
         ("ernie_moe/tied", {"moe_layer_start_index": 3}, "moe_layer_start_index"),
         ("gpt/tied", {"num_attention_heads": 5}, "hidden_size"),

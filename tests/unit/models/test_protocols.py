@@ -36,12 +36,12 @@ class Image(PlainShape):
 
 CONFIGS = {
     HasWindow: {"llama", "gemma", "mixtral", "olmo"},
-    HasMtpLayers: {"deepseek"},
-    HasGateBias: {"deepseek", "ernie_moe", "mixtral", "qwen_moe"},
+    HasMtpLayers: {"deepseek", "glm_moe"},
+    HasGateBias: {"deepseek", "ernie_moe", "glm_moe", "mixtral", "qwen_moe"},
 }
 NAMES = {
     HasPaddleNLPNames: {"gpt"},
-    CarriesTensors: {"deepseek"},
+    CarriesTensors: {"deepseek", "glm_moe"},
     HasGgufNames: {"llama", "qwen"},
 }
 

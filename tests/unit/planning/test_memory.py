@@ -62,6 +62,7 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("seed_oss", {}),
     ("olmo", {"model_type": "olmo3", "sliding_window": 9}),
     ("hunyuan", {}),
+    ("glm_moe", {"use_qk_norm": True}),
     ("glm", {}),
     ("ernie_moe", {}),
     ("ernie_moe", {"moe_num_shared_experts": 0, "num_key_value_heads": 4}),

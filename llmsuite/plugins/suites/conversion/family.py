@@ -23,6 +23,8 @@ _MODEL_TYPES = (
     (r"embedding|reranker", "of embeddings"),
     (r"baichuan", "baichuan"),
     (r"glm-(4|z1)-(9|32)b(-\w+)?-0414", "glm4"),
+    (r"glm-4\.[56]v", "for images or sound"),
+    (r"glm-4\.[56]\b", "glm4_moe"),
     (r"chatglm|glm-?\d", "chatglm"),
     (r"mixtral", "mixtral"),
     (r"mistral", "mistral"),
