@@ -244,7 +244,7 @@ def _family(name: str, cls: str, help: str, hf_model_types: tuple[str, ...]) -> 
 
 
 def _dense(name: str, cls: str, help: str, hf_model_types: tuple[str, ...], gguf: tuple[str, ...] = ()) -> ModelFamily:
-    """Return the dense decoder whose description is in `llmsuite.models.families.NAME`."""
+    """Return the decoder whose description is in `llmsuite.models.families.NAME`."""
     from llmsuite.contract.dense_family import dense_family
 
     module = importlib.import_module(f"llmsuite.models.families.{name}")
@@ -264,6 +264,7 @@ def _dense(name: str, cls: str, help: str, hf_model_types: tuple[str, ...], gguf
 def llmsuite_register_models() -> list[ModelFamily]:
     return [
         _dense("llama", "Llama", "Llama 1, 2, 3.x, SmolLM2, TinyLlama, Mistral", ("llama", "mistral"), gguf=("llama",)),
+        _dense("mixtral", "Mixtral", "Mixtral", ("mixtral",)),
         _dense("qwen", "Qwen", "Qwen2, Qwen2.5, dense Qwen3", ("qwen2", "qwen3"), gguf=("qwen2", "qwen3")),
         _family("qwen_moe", "QwenMoe", "Qwen2-MoE, Qwen3-MoE", ("qwen2_moe", "qwen3_moe")),
         _dense("ernie", "Ernie", "ERNIE-4.5 without experts", ("ernie4_5",)),
@@ -271,12 +272,14 @@ def llmsuite_register_models() -> list[ModelFamily]:
         _dense("phi", "Phi", "Phi-3, Phi-3.5, Phi-4", ("phi3",)),
         _dense("granite", "Granite", "Granite 3.x without experts", ("granite",)),
         _dense("smollm3", "SmolLM3", "SmolLM3", ("smollm3",)),
-        _dense("olmo", "Olmo", "OLMo 2", ("olmo2",)),
+        _dense("olmo", "Olmo", "OLMo 2 and 3", ("olmo2", "olmo3")),
         _dense("seed_oss", "SeedOss", "Seed-OSS", ("seed_oss",)),
+        _dense("hunyuan", "Hunyuan", "Hunyuan without experts", ("hunyuan_v1_dense",)),
         _dense("glm", "Glm", "GLM-4-0414, GLM-Z1", ("glm4",)),
+        _dense("glm_moe", "GlmMoe", "GLM-4.5, GLM-4.6", ("glm4_moe",)),
         _family("ernie_moe", "ErnieMoe", "ERNIE-4.5 with experts", ("ernie4_5_moe",)),
         _family("gpt", "GPT", "GPT-2, GPT-3", ("gpt2", "gpt")),
-        _family("deepseek", "DeepSeek", "DeepSeek-V2, V2-Lite, V3", ("deepseek_v2", "deepseek_v3")),
+        _family("deepseek", "DeepSeek", "DeepSeek-V2, V2-Lite, V3; Kimi K2", ("deepseek_v2", "deepseek_v3", "kimi_k2")),
     ]
 
 

@@ -1,4 +1,4 @@
-"""A model family that is the description of a dense decoder."""
+"""A model family that is the description of a decoder."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 from llmsuite.contract.specs import ModelFamily
 from llmsuite.models.decoder_config import DenseConfig
 from llmsuite.models.dense_plan import PLAN
+from llmsuite.models.shard_plan import ShardPlan
+from llmsuite.models.sparse_plan import experts_plan, shared_experts_plan
 
 
 def dense_family(
@@ -35,7 +37,7 @@ def dense_family(
         gguf_architectures: as `ModelFamily.gguf_architectures`; only for families that llama.cpp has with the names of
             `llmsuite.models.gguf_names`.
     """
-    names = "NAMES"
+    names = "MTP_NAMES" if config_cls.stores_mtp else "NAMES"
     if gguf_architectures:
         names = "GGUF_NAMES"
     return ModelFamily(
@@ -47,8 +49,14 @@ def dense_family(
         smoke_keeps=smoke_keeps,
         factory=lambda: pkgutil.resolve_name(config_cls.network),
         names=lambda: pkgutil.resolve_name(f"llmsuite.models.dense_names:{names}"),
-        shard_plan=PLAN,
+        shard_plan=_plan(config_cls),
         shape_spec=config_cls.shape_spec,
         hf_model_types=hf_model_types,
         gguf_architectures=gguf_architectures,
     )
+
+
+def _plan(config_cls: type[DenseConfig]) -> ShardPlan:
+    if config_cls.experts_key is None:
+        return PLAN
+    return (shared_experts_plan if config_cls.stores_mtp else experts_plan)(config_cls.experts_key)

@@ -23,6 +23,13 @@ _FILES = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "sen
 _SUFFIXES = (".model", ".tiktoken")
 _BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
 """A byte in a vocabulary of SentencePiece."""
+_OF_TIKTOKEN = (
+    "{directory}: its tokenizer is a tiktoken.model, which only Python code that comes with the model reads, and no "
+    "such code is run here; put a tokenizer.json there. `TikTokenConverter` of transformers.convert_slow_tokenizer "
+    'makes one: TikTokenConverter(vocab_file="tiktoken.model", pattern=PATTERN, extra_special_tokens=TOKENS)'
+    '.converted().save("tokenizer.json"), with the pattern in the model\'s tokenization_*.py, and the special tokens '
+    "of its tokenizer_config.json in the order of their ids"
+)
 _PROBES = ("a", "Z", "7", "é")
 """Texts that show the prefix that a tokenizer adds to every text."""
 
@@ -41,6 +48,8 @@ class TextTokenizer:
         if is_file(directory / "tokenizer.json"):
             self._fast = _open_fast(directory / "tokenizer.json")
             _complete(self._fast, self.files)
+        elif is_file(directory / "tiktoken.model"):
+            raise UserError(_OF_TIKTOKEN.format(directory=directory))
         elif is_file(directory / "tokenizer_config.json"):
             self._paddlenlp = self._open_paddlenlp()
         else:

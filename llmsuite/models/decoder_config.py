@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from annotated_types import Ge, Gt, Le
 from typing_extensions import Self
@@ -18,7 +18,7 @@ from llmsuite.base.errors import UserError
 from llmsuite.models.head import Head, read_head, with_head
 from llmsuite.models.hf_config import check_keys, kept_keys
 from llmsuite.models.rope import frequencies, magnitude, read_hf
-from llmsuite.models.shape_spec import GatedMLP, GroupedQuery, LayerSpec, ShapeSpec
+from llmsuite.models.shape_spec import GatedMLP, GroupedQuery, LayerSpec, MoE, ShapeSpec
 
 PositiveInt = Annotated[int, Gt(0), Le(1 << 30)]
 NonNegativeInt = Annotated[int, Ge(0), Le(1 << 30)]
@@ -29,6 +29,8 @@ NumLayers = Annotated[int, Gt(0), Le(10_000)]
 MAX_EXPERTS = 1 << 20
 """Experts of all layers together."""
 MAX_ROTARY = 4096
+LayerType = Literal["sliding_attention", "full_attention"]
+"""The attention of a layer, in HF's `layer_types`."""
 SMALL: Mapping[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -61,6 +63,26 @@ def in_written_order(cls: _Config) -> _Config:
     shape: Any = cls
     shape.__dataclass_fields__ = {name: shape.__dataclass_fields__[name] for name in order}
     return cls
+
+
+def group_problems(config: Any, least: int) -> Iterator[tuple[str, str]]:
+    """Rules for experts in groups, as (field, message).
+
+    Args:
+        config: has n_routed_experts, n_group, topk_group and num_experts_per_tok.
+        least: number of experts that a group needs.
+    """
+    experts = config.n_routed_experts
+    groups = config.n_group
+    if experts % groups:
+        yield "n_group", f"is {groups}, which does not divide n_routed_experts = {experts}"
+    elif config.topk_group > groups:
+        yield "topk_group", f"is {config.topk_group}; there are n_group = {groups}"
+    elif experts // groups < least:
+        yield "n_group", f"is {groups}; the choice of groups needs at least {least} experts in each"
+    elif config.num_experts_per_tok > config.topk_group * (experts // groups):
+        there = f"topk_group {config.topk_group} x {experts // groups} experts of a group"
+        yield "num_experts_per_tok", f"is {config.num_experts_per_tok}, more than {there}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -207,8 +229,9 @@ class GroupedQueryConfig(RotaryConfig):
 @in_written_order
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DenseConfig(GroupedQueryConfig):
-    """Shape of a dense decoder that is a description: `shape_spec` decides its layers and the names of its parameters
-    (`models.dense`, `models.dense_names`). A family is a subclass with its fields and its `shape_spec`."""
+    """Shape of a decoder that is a description: `shape_spec` decides its layers and the names of its parameters
+    (`models.dense`, or `models.sparse` with experts; `models.dense_names`). A family is a subclass with its fields and
+    its `shape_spec`."""
 
     network: ClassVar[str] = "llmsuite.models.dense:DenseLM"
     """Address of the class of the model, for `pkgutil.resolve_name`: `ScaledLM` where the description has a factor of
@@ -229,7 +252,15 @@ class DenseConfig(GroupedQueryConfig):
     """Values of keys that config.json omits, by `model_type`, where they are not the defaults of the fields."""
     hf_parts: ClassVar[Mapping[str, str]] = {}
     """Modules of a layer that have another name in HF's files than here, by our name. Several modules with one name are
-    joined in one matrix there, in this order."""
+    joined in one matrix there, in this order. `{}` in a name stands for the number of an expert."""
+
+    stores_mtp: ClassVar[bool] = False
+    """True for a family with shared experts whose files may have layers for multi-token prediction (`models.mtp`)."""
+
+    @property
+    def num_routed_experts(self) -> int:
+        """Number of routed experts of a layer; 0 for a model without experts."""
+        return 0 if self.experts_key is None else getattr(self, self.experts_key)
 
     @classmethod
     def from_hf(cls, data: Mapping[str, Any]) -> Self:
@@ -278,8 +309,8 @@ class DenseConfig(GroupedQueryConfig):
             heads=self.num_attention_heads, kv_heads=self.num_key_value_heads, head_size=self.head_size, **choices
         )
 
-    def layer(self, attention: GroupedQuery, mlp: GatedMLP | None = None, **choices: Any) -> LayerSpec:
-        """A layer of an attention and an MLP (None: one without biases), with the fields in `choices`."""
+    def layer(self, attention: GroupedQuery, mlp: GatedMLP | MoE | None = None, **choices: Any) -> LayerSpec:
+        """A layer of an attention and an MLP (None: one without biases or experts), with the fields in `choices`."""
         if mlp is None:
             mlp = GatedMLP(width=self.intermediate_size)
         return LayerSpec(attention=attention, mlp=mlp, **choices)

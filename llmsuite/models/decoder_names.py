@@ -6,16 +6,19 @@ Our own names are HF's. In memory a linear weight is [inputs, outputs], as Paddl
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
-from llmsuite.models.head import head_shapes
+from llmsuite.models.head import head_shapes, is_tied
 from llmsuite.models.hf_tensors import HfTensors
-from llmsuite.models.mtp import num_layers
+from llmsuite.models.mtp import num_layers, num_mtp_layers
 
 Shapes = dict[str, tuple[int, ...]]
 
-_STACKED = re.compile(r"(.*\.mlp\.experts)\.((?:gate|up|down)_proj\.weight)")
+_LAYER = re.compile(r"model\.layers\.(\d+)\..*")
+
+_STACKED = re.compile(r"(.*\.)mlp\.experts\.((?:gate|up|down)_proj)\.weight")
 
 
 def decoder_shapes(config: Any, layer: Callable[[int], Shapes]) -> Shapes:
@@ -70,10 +73,52 @@ def expert_shapes(hidden: int, width: int, count: int) -> Shapes:
     return {f"experts.{part}": (count, *shape) for part, shape in mlp_shapes(hidden, width).items()}
 
 
-def expert_tensors(name: str, count: int) -> HfTensors | None:
+def mtp_shapes(hidden: int) -> Shapes:
+    """The parameters of `moe.MTPLayer` besides those of its decoder layer."""
+    return {
+        **{f"{part}.weight": (hidden,) for part in ("enorm", "hnorm")},
+        "eh_proj.weight": (2 * hidden, hidden),
+        "shared_head.norm.weight": (hidden,),
+    }
+
+
+def mtp_copies(config: Any) -> dict[str, list[str]]:
+    """Parameters of which the MTP layers of a file have copies, with the names of the copies: the published ones have
+    the embedding and the output projection."""
+    layers = [f"model.layers.{config.num_hidden_layers + i}" for i in range(num_mtp_layers(config))]
+    embeddings = [f"{layer}.embed_tokens.weight" for layer in layers]
+    heads = [f"{layer}.shared_head.head.weight" for layer in layers]
+    if is_tied(config):
+        return {"model.embed_tokens.weight": embeddings + heads}
+    return {"model.embed_tokens.weight": embeddings, "lm_head.weight": heads}
+
+
+def belongs_to_model(name: str, config: Any) -> bool:
+    """False for a tensor of an HF file that is a copy in an MTP layer, or of a layer after the last."""
+    if any(name in copies for copies in mtp_copies(config).values()):
+        return False
+    match = _LAYER.fullmatch(name)
+    return match is None or int(match[1]) < config.num_hidden_layers + config.num_nextn_predict_layers
+
+
+def is_of_untrained_mtp(name: str, config: Any) -> bool:
+    """True if a tensor of an HF file belongs to an MTP layer of a model that does not train them."""
+    match = None if config.mtp else _LAYER.fullmatch(name)
+    return match is not None and int(match[1]) >= config.num_hidden_layers
+
+
+def expert_tensors(name: str, count: int, modules: Mapping[str, str] = MappingProxyType({})) -> HfTensors | None:
     """The tensors of HF's files, one per expert, that a parameter of routed experts stacks. None for any other
-    parameter."""
+    parameter.
+
+    Args:
+        name: the parameter.
+        count: number of experts.
+        modules: the modules of an expert in HF's files by ours, such as `mlp.experts.gate_proj`, where they are not
+            `mlp.experts.N.gate_proj`; `{}` stands for the number of the expert.
+    """
     match = _STACKED.fullmatch(name)
     if match is None:
         return None
-    return HfTensors(tuple(f"{match[1]}.{i}.{match[2]}" for i in range(count)), stacked=True)
+    theirs = modules.get(f"mlp.experts.{match[2]}", f"mlp.experts.{{}}.{match[2]}")
+    return HfTensors(tuple(f"{match[1]}{theirs.format(i)}.weight" for i in range(count)), stacked=True)

@@ -1,28 +1,42 @@
-"""Names and shapes of a dense decoder's parameters, from its description, in each file format. Imports no Paddle.
+"""Names and shapes of a described decoder's parameters, in each file format. Imports no Paddle.
 
-Our own names are those of HF's Llama. In memory a linear weight is [inputs, outputs], as Paddle has it.
+Our own names are those of HF's Llama, and of its DeepSeek for experts, which we stack as [E, inputs, outputs]. In
+memory a linear weight is [inputs, outputs], as Paddle has it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from llmsuite.models import gguf_names
 from llmsuite.models.decoder_config import DenseConfig
-from llmsuite.models.decoder_names import Shapes, attention_shapes, decoder_shapes, mlp_shapes
+from llmsuite.models.decoder_names import (
+    Shapes,
+    attention_shapes,
+    belongs_to_model,
+    decoder_shapes,
+    expert_shapes,
+    expert_tensors,
+    is_of_untrained_mtp,
+    mlp_shapes,
+    mtp_copies,
+    mtp_shapes,
+)
 from llmsuite.models.head import SCORE
 from llmsuite.models.hf_tensors import HfTensors
-from llmsuite.models.shape_spec import GatedMLP, GroupedQuery, LayerSpec
+from llmsuite.models.shape_spec import GatedMLP, GroupedQuery, LayerSpec, MoE
 
 _IGNORED = re.compile(r".*rotary_emb\.inv_freq")
 _LAYER = re.compile(r"(?P<layer>model\.layers\.(?P<number>\d+))\.(?P<module>.+)\.(?P<kind>weight|bias)")
 
 
 class DenseNames:
-    """`ModelFamily.names` of a dense decoder whose config is a `DenseConfig`."""
+    """`ModelFamily.names` of a decoder whose config is a `DenseConfig`."""
 
     def parameter_names(self, config: DenseConfig) -> Iterator[str]:
         """Every parameter of the model, in the order of the layers."""
@@ -34,11 +48,14 @@ class DenseNames:
         return decoder_shapes(config, lambda number: _layer_shapes(config, layers[number]))
 
     def is_linear(self, name: str) -> bool:
-        """True if HF stores this parameter transposed, as [outputs, inputs]."""
-        return name.endswith(("_proj.weight", "lm_head.weight", SCORE))
+        """True if HF stores this parameter transposed, as [outputs, inputs]; if it is a stack, each of its matrices."""
+        return name.endswith(("_proj.weight", ".mlp.gate.weight", "lm_head.weight", SCORE))
 
     def hf_tensors(self, name: str, config: DenseConfig) -> HfTensors:
-        """The tensor of an HF model that holds a parameter, or the part of one."""
+        """The tensor of an HF model that holds a parameter, or the part of one, or those that are stacked in it."""
+        stack = expert_tensors(name, config.num_routed_experts, config.hf_parts)
+        if stack is not None:
+            return stack
         match = _LAYER.fullmatch(name)
         theirs = config.hf_parts.get(match["module"]) if match else None
         if match is None or theirs is None:
@@ -58,6 +75,24 @@ class DenseNames:
     def paddlenlp_prefix(self, config: DenseConfig) -> str | None:
         """The prefix that PaddleNLP writes instead of `model.`; None where it has no such model."""
         return config.paddlenlp_prefix
+
+
+class DenseMtpNames(DenseNames):
+    """`DenseNames` of a family whose files may have MTP layers (`llmsuite.models.mtp`)."""
+
+    def hf_tensors(self, name: str, config: DenseConfig) -> HfTensors:
+        """As `DenseNames.hf_tensors`; published MTP layers have copies of the embedding and the output projection."""
+        copies = tuple(mtp_copies(config).get(name, ()))
+        return dataclasses.replace(super().hf_tensors(name, config), copies=copies)
+
+    def from_hf(self, name: str, config: DenseConfig) -> str | None:
+        """The full name of a tensor in an HF file; None for one that is computed, a copy, or of a layer after the
+        last."""
+        return super().from_hf(name, config) if belongs_to_model(name, config) else None
+
+    def is_carried(self, name: str, config: DenseConfig) -> bool:
+        """True if a tensor of an HF file belongs to an MTP layer of a model that does not train them."""
+        return is_of_untrained_mtp(name, config)
 
 
 class DenseGgufNames(DenseNames):
@@ -90,15 +125,14 @@ class DenseGgufNames(DenseNames):
 
 
 NAMES = DenseNames()
+MTP_NAMES = DenseMtpNames()
 GGUF_NAMES = DenseGgufNames()
 
 
 def _layer_shapes(config: DenseConfig, layer: LayerSpec) -> Shapes:
     """The parameters of a layer, in the order that `blocks.DecoderLayer` and `dense.DenseLayer` have them."""
     attention = layer.attention
-    mlp = layer.mlp
     assert isinstance(attention, GroupedQuery)
-    assert isinstance(mlp, GatedMLP)
     qk_norms = None
     if attention.normed is not None:
         counts = (attention.heads, attention.kv_heads) if attention.normed == "whole" else (1, 1)
@@ -111,11 +145,25 @@ def _layer_shapes(config: DenseConfig, layer: LayerSpec) -> Shapes:
         "input_layernorm": before,
         "self_attn": parts,
         "post_attention_layernorm": before,
-        "mlp": mlp_shapes(hidden, mlp.width, mlp.biased),
+        "mlp": _mlp_shapes(hidden, layer.mlp),
         "post_self_attn_layernorm": after,
         "post_mlp_layernorm": after,
     }
-    return {f"{module}.{part}": shape for module, shapes in modules.items() for part, shape in shapes.items()}
+    found = {f"{module}.{part}": shape for module, shapes in modules.items() for part, shape in shapes.items()}
+    return found | mtp_shapes(hidden) if layer.is_mtp else found
+
+
+def _mlp_shapes(hidden: int, mlp: Any) -> Shapes:
+    """The parameters of a gated MLP, or of `moe.MoE`."""
+    if isinstance(mlp, GatedMLP):
+        return mlp_shapes(hidden, mlp.width, mlp.biased)
+    assert isinstance(mlp, MoE)
+    gate: Shapes = {"gate.weight": (hidden, mlp.experts)}
+    if mlp.choice_biased:
+        gate["gate.e_score_correction_bias"] = (mlp.experts,)
+    shared = mlp_shapes(hidden, mlp.shared_width) if mlp.shared_width else {}
+    routed = gate | expert_shapes(hidden, mlp.width, mlp.experts)
+    return routed | {f"shared_experts.{part}": shape for part, shape in shared.items()}
 
 
 def _rotated_heads(name: str, config: DenseConfig) -> int | None:

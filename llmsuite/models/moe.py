@@ -17,6 +17,7 @@ from llmsuite.devices.tensors import array_of
 from llmsuite.models.blocks import ZEROS, DecoderLayer, LayerCache, LayerExecution, RotaryLM, linear
 from llmsuite.models.experts import Experts, LoadBalance
 from llmsuite.models.shape_spec import ATTENTION_MODULES
+from llmsuite.models.shape_spec import MoE as MoESpec
 
 
 class Routing:
@@ -85,6 +86,44 @@ class Gate(nn.Layer):
     def total(self, weights: Tensor) -> Tensor:
         """Divisor [B, L, 1] that normalises the weights of a token [B, L, k]."""
         return weights.sum(-1, keepdim=True)
+
+
+class GroupedGate(Gate):
+    """The router of DeepSeek-V2, by softmax, and of DeepSeek-V3 and GLM-4.5, by sigmoid and with a bias; all may limit
+    a token to groups of experts."""
+
+    def __init__(self, hidden_size: int, spec: MoESpec):
+        super().__init__(hidden_size, spec.experts, spec.chosen, spec.normed, spec.factor)
+        self.is_sigmoid = spec.scores == "sigmoid"
+        self.num_groups = spec.groups
+        self.num_chosen_groups = spec.chosen_groups
+        if spec.choice_biased:
+            self.add_bias([self.num_experts])
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """Logits [B, L, E] to scores [B, L, E]."""
+        return F.sigmoid(logits) if self.is_sigmoid else super().scores(logits)
+
+    def selection_scores(self, scores: Tensor) -> Tensor:
+        """Scores [B, L, E] whose top k are chosen: experts outside the best groups get far lower ones than all
+        others."""
+        scores = super().selection_scores(scores)
+        if self.num_groups == 1:
+            return scores
+        groups = scores.reshape([0, 0, self.num_groups, self.num_experts // self.num_groups])
+        num_best = 1 if self.e_score_correction_bias is None else 2
+        best = paddle.topk(groups, num_best, -1)[0].sum(-1)
+        outside = 1.0 - _among_best(best, self.num_chosen_groups)
+        return (groups - outside.unsqueeze(-1) * 1e9).reshape([0, 0, self.num_experts])
+
+    def total(self, weights: Tensor) -> Tensor:
+        """Divisor [B, L, 1] of the weights; 1e-20 avoids a division by zero, as in the published code."""
+        return super().total(weights) + 1e-20
+
+
+def _among_best(values: Tensor, count: int) -> Tensor:
+    """1 for the `count` largest of the last dim, 0 for the others."""
+    return F.one_hot(paddle.topk(values, count, -1)[1], values.shape[-1]).sum(-2)
 
 
 class MoE(nn.Layer):

@@ -42,6 +42,30 @@ def read_hf(data: Mapping[str, Any], default_theta: float) -> tuple[float, dict[
     return data.get("rope_theta", default_theta), data.get("rope_scaling")
 
 
+def read_hf_by_layer_type(
+    data: Mapping[str, Any], family: str, defaults: tuple[float, float]
+) -> tuple[float, dict[str, Any] | None, float] | None:
+    """Base and scaling of layers with full attention, and the base of layers with a window, in a config.json that has
+    them by type of layer, as transformers 5 writes them; None for another one.
+
+    Args:
+        data: content of the config.json.
+        family: name of the family, for the message.
+        defaults: the bases where it names none, of both types of layers.
+
+    Raises:
+        UserError: layers with a window are scaled.
+    """
+    rope = data.get("rope_parameters")
+    if not isinstance(rope, Mapping) or "full_attention" not in rope:
+        return None
+    theta, scaling = read_hf({"rope_parameters": rope["full_attention"]}, defaults[0])
+    local, unknown = read_hf({"rope_parameters": rope.get("sliding_attention", {})}, defaults[1])
+    if unknown is not None:
+        raise UserError(f"config.json: rope_parameters.sliding_attention is {unknown}; {family} scales full attention")
+    return theta, scaling, local
+
+
 def frequencies(
     size: int, theta: float, scaling: Mapping[str, Any] | None, kinds: Sequence[str] = ("default", "linear", "llama3")
 ) -> list[float]:
@@ -66,12 +90,24 @@ def frequencies(
         return plain
     if kind == "longrope":
         return _longrope(plain, scaling)
+    if kind == "dynamic":
+        return _with_alpha(size, theta, scaling)
     factor = _number(scaling, "factor")
     if kind == "linear":
         return [f / factor for f in plain]
     if kind == "llama3":
         return _llama3(plain, factor, scaling)
     return _yarn(plain, factor, theta, scaling)
+
+
+def _with_alpha(size: int, theta: float, scaling: Mapping[str, Any]) -> list[float]:
+    """NTK-aware scaling by a fixed `alpha`, which stretches the base (github.com/Tencent-Hunyuan/Hunyuan-7B)."""
+    if "alpha" not in scaling:
+        raise UserError("rope_type 'dynamic' needs alpha; without it frequencies depend on the length of a text")
+    if size <= 2:
+        raise UserError(f"alpha needs more than 2 rotated elements in a head, and there are {size}")
+    base = theta * _number(scaling, "alpha") ** (size / (size - 2))
+    return [base ** (-2 * i / size) for i in range(size // 2)]
 
 
 def _llama3(plain: list[float], factor: float, scaling: Mapping[str, Any]) -> list[float]:

@@ -113,6 +113,16 @@ class MoE:
     """True where the weights of a token's experts are normalized to add up to 1."""
     clipped: bool = False
     """True where the divisor of that normalisation is clipped."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """Function from the logits of a token to the scores of its experts."""
+    choice_biased: bool = False
+    """True where experts are chosen with a bias for balance (`moe.Gate.add_bias`)."""
+    groups: int = 1
+    """Number of equal groups that the experts are in."""
+    chosen_groups: int = 1
+    """Number of groups that the experts of a token can be in."""
+    factor: float = 1.0
+    """Factor of the weights of a token's experts."""
 
 
 LAYER_NORMS = frozenset(

@@ -23,6 +23,7 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "qwen2": ("qwen", ("--model.config.model_type=qwen2",)),
     "qwen3 tied": ("qwen", ("--model.config.tie_word_embeddings=true",)),
     "llama with biases": ("llama", ("--model.config.attention_bias=true", "--model.config.mlp_bias=true")),
+    "mixtral": ("mixtral", ()),
     "qwen3 moe": ("qwen_moe", ()),
     "qwen2 moe tied": (
         "qwen_moe",
@@ -36,8 +37,12 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "granite": ("granite", ()),
     "smollm3": ("smollm3", ()),
     "olmo": ("olmo", ()),
+    "olmo 3": ("olmo", ("--model.preset=olmo-3-7b",)),
     "seed oss": ("seed_oss", ()),
+    "hunyuan": ("hunyuan", ()),
     "glm": ("glm", ()),
+    "glm moe": ("glm_moe", ()),
+    "glm moe with norms of heads": ("glm_moe", ("--model.config.use_qk_norm=true",)),
     "ernie moe": ("ernie_moe", ()),
     "ernie moe without shared experts": ("ernie_moe", ("--model.config.moe_num_shared_experts=0",)),
     "gpt": ("gpt", ()),
@@ -67,7 +72,7 @@ MESHES = {
 }
 
 
-EXPERTS = ("qwen_moe", "ernie_moe", "deepseek")
+EXPERTS = ("mixtral", "qwen_moe", "glm_moe", "ernie_moe", "deepseek")
 OF_EXPERTS = {
     "ep2": (2, '{"expert_parallel_degree":2}', "dynamic"),
     "ep2 stage3 compiled": (2, '{"expert_parallel_degree":2,"sharding":"stage3"}', "to_static"),

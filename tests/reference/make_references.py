@@ -1,8 +1,8 @@
 """Writes tests/reference/FAMILY/CASE/: tiny models as HF transformers saves them, and the logits it gets from them.
 
 Needs torch, transformers, numpy and safetensors, and neither Paddle nor llmsuite; made with torch 2.15 and
-transformers 5.23; llama/mistral_window, and gemma, granite, phi, smollm3, olmo, seed_oss and glm, with torch 2.13 and
-transformers 5.24. (Some of Llama: make_llama_reference.py.) Run it from
+transformers 5.23; llama/mistral_window, and gemma, granite, phi, smollm3, olmo, seed_oss, glm, mixtral, hunyuan,
+glm_moe and deepseek/kimi_k2, with torch 2.13 and transformers 5.24. (Some of Llama: make_llama_reference.py.) Run it from
 anywhere; a second run writes the same values:
 
     python tests/reference/make_references.py [FAMILY ...]
@@ -10,6 +10,7 @@ anywhere; a second run writes the same values:
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,17 @@ FACTORS = {
     "logits_scaling": 2.5,
 }
 GROUPED = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
+MIXTRAL = {**QWEN, "num_hidden_layers": 3, "num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 10}
+HUNYUAN = {**QWEN, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 10}
+GLM_EXPERTS = {
+    **QWEN,
+    "moe_intermediate_size": 10,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "num_nextn_predict_layers": 0,
+}
 MSCALE = {**YARN, "beta_fast": 4.0, "beta_slow": 1.0, "mscale": 0.707, "mscale_all_dim": 0.9}
 
 CASES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
@@ -74,6 +86,10 @@ CASES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "yarn": ("llama", {**QWEN, "num_attention_heads": 2, "rope_parameters": YARN}),
         "mistral": ("mistral", {**QWEN, "sliding_window": None, "head_dim": 10, "pad_token_id": 3}),
         "mistral_window": ("mistral", {**QWEN, "sliding_window": 5, "num_hidden_layers": 3}),
+    },
+    "mixtral": {
+        "wide_heads": ("mixtral", {**MIXTRAL, "head_dim": 10}),
+        "window_tied": ("mixtral", {**MIXTRAL, "sliding_window": 5, "tie_word_embeddings": True, "rms_norm_eps": 1e-4}),
     },
     "qwen": {
         "qwen2": ("qwen2", QWEN),
@@ -160,6 +176,34 @@ CASES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "olmo": {
         "olmo2": ("olmo2", {**QWEN, "eos_token_id": 2}),
         "olmo2_tied": ("olmo2", {**QWEN, "eos_token_id": 2, "attention_bias": True, "tie_word_embeddings": True}),
+        "olmo3": ("olmo3", {**QWEN, "eos_token_id": 2, "num_hidden_layers": 5, "sliding_window": 5}),
+        "olmo3_yarn": (
+            "olmo3",
+            {
+                **QWEN,
+                "eos_token_id": 2,
+                "num_attention_heads": 2,
+                "num_hidden_layers": 3,
+                "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+                "sliding_window": 9,
+                "rope_parameters": {
+                    "full_attention": YARN,
+                    "sliding_attention": {"rope_type": "default", "rope_theta": YARN["rope_theta"]},
+                },
+            },
+        ),
+    },
+    "hunyuan": {
+        "plain": ("hunyuan_v1_dense", {**QWEN, "head_dim": 10}),
+        "alpha_tied_biases": (
+            "hunyuan_v1_dense",
+            {
+                **HUNYUAN,
+                "attention_bias": True,
+                "tie_word_embeddings": True,
+                "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1000.0, "alpha": 50.0, "factor": 1.0},
+            },
+        ),
     },
     "seed_oss": {
         "biases": ("seed_oss", {**QWEN, "head_dim": 10, "attention_out_bias": True, "mlp_bias": True}),
@@ -168,6 +212,24 @@ CASES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "glm": {
         "partial": ("glm4", {**QWEN, **SPECIAL, "head_dim": 12}),
         "tied": ("glm4", {**QWEN, **SPECIAL, "head_dim": 8, "attention_bias": False, "tie_word_embeddings": True}),
+    },
+    "glm_moe": {
+        "partial": (
+            "glm4_moe",
+            {**GLM_EXPERTS, **GROUPED, "head_dim": 12, "attention_bias": True, "use_qk_norm": True},
+        ),
+        "one_group": (
+            "glm4_moe",
+            {
+                **GLM_EXPERTS,
+                "head_dim": 8,
+                "first_k_dense_replace": 0,
+                "n_shared_experts": 2,
+                "norm_topk_prob": False,
+                "routed_scaling_factor": 2.5,
+                "tie_word_embeddings": True,
+            },
+        ),
     },
     "ernie_moe": {
         "tied": ("ernie4_5_moe", {**QWEN, **ERNIE_EXPERTS, "num_hidden_layers": 3}),
@@ -195,6 +257,19 @@ CASES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
             "deepseek_v2",
             {**DEEPSEEK, **GROUPED, "q_lora_rank": 12, "topk_method": "group_limited_greedy", "rms_norm_eps": 1e-5},
         ),
+        "kimi_k2": (
+            "deepseek_v3",
+            {
+                **DEEPSEEK,
+                "q_lora_rank": 12,
+                "n_group": 1,
+                "topk_group": 1,
+                "n_shared_experts": 1,
+                "routed_scaling_factor": 2.8,
+                "rope_parameters": {**MSCALE, "beta_fast": 1.0},
+                "num_nextn_predict_layers": 0,
+            },
+        ),
         "v3": ("deepseek_v3", {**DEEPSEEK, **GROUPED, "q_lora_rank": 12, "num_nextn_predict_layers": 0}),
         "v3_yarn_not_normed": (
             "deepseek_v3",
@@ -213,8 +288,17 @@ CASES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         ),
     },
 }
-SHAPES = {"yarn": (1, 56), "qwen2_yarn": (1, 56), "v2_lite": (1, 56)}
+SHAPES = {
+    "yarn": (1, 56),
+    "qwen2_yarn": (1, 56),
+    "v2_lite": (1, 56),
+    "kimi_k2": (1, 56),
+    "olmo3_yarn": (1, 56),
+    "alpha_tied_biases": (1, 56),
+}
 """Rows and length of the input, where they are not (2, 12)."""
+RENAMED = {"kimi_k2": "kimi_k2"}
+"""`model_type` of cases whose published models have the network of another type by their own name."""
 
 
 def fill(model: Any, rng: np.random.Generator) -> None:
@@ -236,6 +320,10 @@ def make(directory: Path, model_type: str, keys: dict[str, Any], seed: int) -> N
     fill(model, rng)
     model.save_pretrained(directory)
     (directory / "generation_config.json").unlink(missing_ok=True)
+    if directory.name in RENAMED:
+        written = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        written["model_type"] = RENAMED[directory.name]
+        (directory / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
     input_ids = rng.integers(0, config.vocab_size, SHAPES.get(directory.name, (2, 12)))
     with torch.no_grad():
         logits = model.double()(torch.from_numpy(input_ids)).logits

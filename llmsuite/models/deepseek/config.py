@@ -16,6 +16,7 @@ from llmsuite.models.decoder_config import (
     PositiveInt,
     RotaryConfig,
     TokenId,
+    group_problems,
     in_written_order,
 )
 from llmsuite.models.head import with_head
@@ -33,13 +34,14 @@ _WITHOUT_EFFECT = (
 @in_written_order
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeepSeekConfig(RotaryConfig):
-    """DeepSeek-V2 and V3. Names are those of HF's config.json."""
+    """DeepSeek-V2 and V3, and Kimi K2. Names are those of HF's config.json."""
 
     rope_kinds: ClassVar[tuple[str, ...]] = ("default", "yarn")
     experts_key: ClassVar[str] = "n_routed_experts"
 
-    model_type: Literal["deepseek_v2", "deepseek_v3"] = "deepseek_v3"
-    """deepseek_v2: experts are scored by softmax. deepseek_v3: by sigmoid, chosen with a bias for balance."""
+    model_type: Literal["deepseek_v2", "deepseek_v3", "kimi_k2"] = "deepseek_v3"
+    """deepseek_v2: experts are scored by softmax. deepseek_v3: by sigmoid, chosen with a bias for balance. kimi_k2: the
+    same network in other sizes."""
     vocab_size: PositiveInt = 129280
     hidden_size: PositiveInt = 7168
     intermediate_size: PositiveInt = 18432
@@ -104,7 +106,7 @@ class DeepSeekConfig(RotaryConfig):
     @property
     def has_gate_bias(self) -> bool:
         """True if experts are chosen with a bias."""
-        return self.model_type == "deepseek_v3"
+        return self.model_type != "deepseek_v2"
 
     @property
     def score_factor(self) -> float:
@@ -119,9 +121,7 @@ class DeepSeekConfig(RotaryConfig):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules between the fields, as (field, message)."""
-        experts = self.n_routed_experts
-        groups = self.n_group
-        methods = ("noaux_tc",) if self.model_type == "deepseek_v3" else ("greedy", "group_limited_greedy")
+        methods = ("noaux_tc",) if self.has_gate_bias else ("greedy", "group_limited_greedy")
         if self.topk_method not in methods:
             yield "topk_method", f"is {self.topk_method}; {self.model_type} has {' and '.join(methods)}"
         if self.model_type == "deepseek_v2" and self.norm_topk_prob:
@@ -129,15 +129,7 @@ class DeepSeekConfig(RotaryConfig):
                 "norm_topk_prob",
                 "is true; no deepseek_v2 is made so, and the published codes differ about it",
             )
-        if experts % groups:
-            yield "n_group", f"is {groups}, which does not divide n_routed_experts = {experts}"
-        elif self.topk_group > groups:
-            yield "topk_group", f"is {self.topk_group}; there are n_group = {groups}"
-        elif self.topk_method == "noaux_tc" and experts // groups < 2:
-            yield "n_group", f"is {groups}; noaux_tc needs groups of at least 2 experts"
-        elif self.num_experts_per_tok > self.topk_group * (experts // groups):
-            least = f"topk_group {self.topk_group} x {experts // groups} experts of a group"
-            yield "num_experts_per_tok", f"is {self.num_experts_per_tok}, more than {least}"
+        yield from group_problems(self, least=2 if self.has_gate_bias else 1)
         if self.qk_rope_head_dim % 2:
             yield "qk_rope_head_dim", f"is {self.qk_rope_head_dim}; rotary positions need an even size"
         yield from super().problems()
@@ -151,7 +143,9 @@ class DeepSeekConfig(RotaryConfig):
         """
         fields = (f.name for f in dataclasses.fields(cls))
         check_keys(data, "deepseek", {*fields, "rope_parameters", *_WITHOUT_EFFECT}, _FIXED)
-        is_v3 = data.get("model_type") == "deepseek_v3"
+        if data.get("model_type") == "kimi_k2":
+            data = {**_OF_KIMI, **data}
+        is_v3 = data.get("model_type") != "deepseek_v2"
         scores = "sigmoid" if is_v3 else "softmax"
         if data.get("scoring_func", scores) != scores:
             raise UserError(f"config.json: scoring_func is {data['scoring_func']!r}; {data['model_type']} has {scores}")
@@ -173,9 +167,8 @@ class DeepSeekConfig(RotaryConfig):
 
     def to_hf(self) -> dict[str, Any]:
         """The content of a config.json that HF transformers and PaddleNLP read."""
-        is_v3 = self.model_type == "deepseek_v3"
-        architecture = "DeepseekV3ForCausalLM" if is_v3 else "DeepseekV2ForCausalLM"
-        scores = "sigmoid" if is_v3 else "softmax"
+        architecture = "DeepseekV3ForCausalLM" if self.has_gate_bias else "DeepseekV2ForCausalLM"
+        scores = "sigmoid" if self.has_gate_bias else "softmax"
         scaling = self.rope_scaling
         if scaling is not None:
             kind = scaling.get("rope_type", scaling.get("type"))
@@ -195,12 +188,12 @@ class DeepSeekConfig(RotaryConfig):
         )
 
 
-def _yarn(mscale: float) -> dict[str, Any]:
+def _yarn(mscale: float, factor: int = 40, beta_fast: int = 32) -> dict[str, Any]:
     return {
         "rope_type": "yarn",
-        "factor": 40,
+        "factor": factor,
         "original_max_position_embeddings": 4096,
-        "beta_fast": 32,
+        "beta_fast": beta_fast,
         "beta_slow": 1,
         "mscale": mscale,
         "mscale_all_dim": mscale,
@@ -218,6 +211,19 @@ _V2 = {
     "bos_token_id": 100000,
     "eos_token_id": 100001,
 }
+
+_OF_KIMI: dict[str, Any] = {
+    "vocab_size": 163840,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 384,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.827,
+    "num_attention_heads": 64,
+    "max_position_embeddings": 131072,
+    "rope_theta": 50000.0,
+}
+"""Values of Kimi K2 where they differ from DeepSeek-V3's; also of keys that its config.json omits."""
 
 PRESETS: dict[str, dict[str, Any]] = {
     # huggingface.co/deepseek-ai/DeepSeek-V2-Lite, config.json
@@ -251,6 +257,14 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     # huggingface.co/deepseek-ai/DeepSeek-V3, config.json
     "deepseek-v3": {"rope_scaling": _yarn(1.0)},
+    # huggingface.co/moonshotai/Kimi-K2-Base and Kimi-K2-Instruct, config.json
+    "kimi-k2": {
+        "model_type": "kimi_k2",
+        **_OF_KIMI,
+        "rope_scaling": _yarn(1.0, factor=32, beta_fast=1),
+        "bos_token_id": 163584,
+        "eos_token_id": 163585,
+    },
 }
 """Shapes as published."""
 

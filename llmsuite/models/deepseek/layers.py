@@ -10,7 +10,6 @@ import functools
 from typing import Any
 
 import paddle
-import paddle.nn.functional as F
 from paddle import nn
 
 from llmsuite.base.typing import Tensor
@@ -18,10 +17,11 @@ from llmsuite.devices.ops import Ops
 from llmsuite.models.blocks import DecoderLayer, GatedMLP, LayerCache, RMSNorm, WithCore, dim_size, halves, linear
 from llmsuite.models.deepseek.attention import absorbed_attention, latent_attention, up_matrices
 from llmsuite.models.deepseek.config import DeepSeekConfig
+from llmsuite.models.deepseek.shape_spec import mixture_spec
 from llmsuite.models.exact import has_hooks
 from llmsuite.models.experts import Experts
 from llmsuite.models.linear import is_matrix, is_plain_linear
-from llmsuite.models.moe import Gate, LayerWithoutExperts, MoE, MoELayer, MoELM, MTPLayer
+from llmsuite.models.moe import GroupedGate, LayerWithoutExperts, MoE, MoELayer, MoELM, MTPLayer
 from llmsuite.models.mtp import num_layers
 
 _LATENT_EPS = 1e-6
@@ -136,43 +136,6 @@ class Attention(nn.Layer, WithCore):
         return compressed <= expanded or num_new < self.latent_sizes[0] * expanded / (compressed - expanded)
 
 
-class DeepSeekGate(Gate):
-    """The router of V2, by softmax, and of V3, by sigmoid and with a bias; both may limit a token to groups."""
-
-    def __init__(self, config: DeepSeekConfig):
-        sizes = config.hidden_size, config.n_routed_experts, config.num_experts_per_tok
-        super().__init__(*sizes, config.norm_topk_prob, config.routed_scaling_factor)
-        self.num_groups = 1 if config.topk_method == "greedy" else config.n_group
-        self.num_chosen_groups = config.topk_group
-        if config.has_gate_bias:
-            self.add_bias([self.num_experts])
-
-    def scores(self, logits: Tensor) -> Tensor:
-        """Logits [B, L, E] to scores [B, L, E]: softmax in V2, sigmoid in V3."""
-        return super().scores(logits) if self.e_score_correction_bias is None else F.sigmoid(logits)
-
-    def selection_scores(self, scores: Tensor) -> Tensor:
-        """Scores [B, L, E] whose top k are chosen: experts outside the best groups get far lower ones than all
-        others."""
-        scores = super().selection_scores(scores)
-        if self.num_groups == 1:
-            return scores
-        groups = scores.reshape([0, 0, self.num_groups, self.num_experts // self.num_groups])
-        num_best = 1 if self.e_score_correction_bias is None else 2
-        best = paddle.topk(groups, num_best, -1)[0].sum(-1)
-        outside = 1.0 - _among_best(best, self.num_chosen_groups)
-        return (groups - outside.unsqueeze(-1) * 1e9).reshape([0, 0, self.num_experts])
-
-    def total(self, weights: Tensor) -> Tensor:
-        """Divisor [B, L, 1] of the weights; 1e-20 avoids a division by zero, as in the published code."""
-        return super().total(weights) + 1e-20
-
-
-def _among_best(values: Tensor, count: int) -> Tensor:
-    """1 for the `count` largest of the last dim, 0 for the others."""
-    return F.one_hot(paddle.topk(values, count, -1)[1], values.shape[-1]).sum(-2)
-
-
 def _layer(config: DeepSeekConfig, ops: Ops, number: int) -> DecoderLayer:
     """Latent attention, and experts or a gated MLP."""
     around = _norm(config, ops), Attention(config, ops), _norm(config, ops)
@@ -180,14 +143,14 @@ def _layer(config: DeepSeekConfig, ops: Ops, number: int) -> DecoderLayer:
         return LayerWithoutExperts(*around, GatedMLP(config.hidden_size, config.intermediate_size, ops))
     experts = Experts(config.n_routed_experts, config.hidden_size, config.moe_intermediate_size, ops)
     shared = GatedMLP(config.hidden_size, config.shared_size, ops)
-    mixture = MoE(DeepSeekGate(config), experts, shared)
+    mixture = MoE(GroupedGate(config.hidden_size, mixture_spec(config)), experts, shared)
     if number >= config.num_hidden_layers:
         return MTPLayer(*around, mixture, config.hidden_size, lambda: _norm(config, ops))
     return MoELayer(*around, mixture)
 
 
 class DeepSeek(MoELM):
-    """DeepSeek-V2 and V3; MTP layers are a part of the model where they are trained."""
+    """DeepSeek-V2 and V3, and Kimi K2; MTP layers are a part of the model where they are trained."""
 
     def __init__(self, config: DeepSeekConfig, ops: Ops):
         layers = [_layer(config, ops, i) for i in range(num_layers(config))]

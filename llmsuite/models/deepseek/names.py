@@ -5,23 +5,23 @@ Our own names are HF's, except for routed experts: HF has a tensor for each, we 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from llmsuite.models.decoder_names import (
     Shapes,
+    belongs_to_model,
     decoder_shapes,
     expert_shapes,
     expert_tensors,
+    is_of_untrained_mtp,
     layer_shapes,
     mlp_shapes,
+    mtp_copies,
+    mtp_shapes,
 )
 from llmsuite.models.deepseek.config import DeepSeekConfig
-from llmsuite.models.head import SCORE, is_tied
+from llmsuite.models.head import SCORE
 from llmsuite.models.hf_tensors import HfTensors
-from llmsuite.models.mtp import num_mtp_layers
-
-_LAYER = re.compile(r"model\.layers\.(\d+)\..*")
 
 
 def parameter_names(config: DeepSeekConfig) -> Iterator[str]:
@@ -61,13 +61,9 @@ def parameter_shapes(config: DeepSeekConfig) -> Shapes:
         mlp = gate | routed | {f"shared_experts.{part}": shape for part, shape in shared.items()}
         return layer_shapes(hidden, weights, mlp)
 
-    def mtp_layer(number: int) -> Shapes:
-        norms: Shapes = {f"{part}.weight": (hidden,) for part in ("enorm", "hnorm")}
-        joined: Shapes = {"eh_proj.weight": (2 * hidden, hidden), "shared_head.norm.weight": (hidden,)}
-        return decoder_layer(number) | norms | joined
-
     def layer(number: int) -> Shapes:
-        return decoder_layer(number) if number < config.num_hidden_layers else mtp_layer(number)
+        mtp = mtp_shapes(hidden) if number >= config.num_hidden_layers else {}
+        return decoder_layer(number) | mtp
 
     return decoder_shapes(config, layer)
 
@@ -82,36 +78,20 @@ def hf_tensors(name: str, config: DeepSeekConfig) -> HfTensors:
 
     The published MTP layers have copies of the embedding and the output projection.
     """
-    copies = tuple(_shared(config).get(name, ()))
+    copies = tuple(mtp_copies(config).get(name, ()))
     return expert_tensors(name, config.n_routed_experts) or HfTensors((name,), copies=copies)
-
-
-def _shared(config: DeepSeekConfig) -> dict[str, list[str]]:
-    """Parameters of which the MTP layers of a file have copies, with the names of the copies."""
-    layers = [f"model.layers.{config.num_hidden_layers + i}" for i in range(num_mtp_layers(config))]
-    embeddings = [f"{layer}.embed_tokens.weight" for layer in layers]
-    heads = [f"{layer}.shared_head.head.weight" for layer in layers]
-    if is_tied(config):
-        return {"model.embed_tokens.weight": embeddings + heads}
-    return {"model.embed_tokens.weight": embeddings, "lm_head.weight": heads}
 
 
 def from_hf(name: str, config: DeepSeekConfig) -> str | None:
     """The full name of a tensor in an HF file; None for one that is computed, a copy, or of a layer after the last."""
-    if name.endswith("rotary_emb.inv_freq") or any(name in copies for copies in _shared(config).values()):
-        return None
-    match = _LAYER.fullmatch(name)
-    if match and int(match[1]) >= config.num_hidden_layers + config.num_nextn_predict_layers:
-        return None
-    return name
+    return name if belongs_to_model(name, config) and not name.endswith("rotary_emb.inv_freq") else None
 
 
 def is_carried(name: str, config: DeepSeekConfig) -> bool:
     """True if a tensor of an HF file belongs to an MTP layer of a model that does not train them."""
-    match = None if config.mtp else _LAYER.fullmatch(name)
-    return match is not None and int(match[1]) >= config.num_hidden_layers
+    return is_of_untrained_mtp(name, config)
 
 
 def paddlenlp_prefix(config: DeepSeekConfig) -> str | None:
-    """The prefix that PaddleNLP writes instead of `model.`."""
-    return f"{config.model_type}."
+    """The prefix that PaddleNLP writes instead of `model.`; None for Kimi K2, which it does not have."""
+    return None if config.model_type == "kimi_k2" else f"{config.model_type}."

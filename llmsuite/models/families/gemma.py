@@ -9,20 +9,18 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Ge
 from typing_extensions import Self
 
-from llmsuite.base.errors import UserError
 from llmsuite.models.decoder_config import (
     SMALL,
     DenseConfig,
+    LayerType,
     NumLayers,
     PositiveFloat,
     PositiveInt,
     TokenId,
     in_written_order,
 )
-from llmsuite.models.rope import frequencies, read_hf
+from llmsuite.models.rope import frequencies, read_hf_by_layer_type
 from llmsuite.models.shape_spec import GatedMLP, LayerSpec, ShapeSpec
-
-LayerType = Literal["sliding_attention", "full_attention"]
 
 
 @in_written_order
@@ -148,14 +146,9 @@ class GemmaConfig(DenseConfig):
     @classmethod
     def from_hf(cls, data: Mapping[str, Any]) -> Self:
         """From the content of HF's config.json; transformers 5 has the rotary parameters of each type of layer."""
-        rope = data.get("rope_parameters")
-        if isinstance(rope, Mapping) and "full_attention" in rope:
-            theta, scaling = read_hf({"rope_parameters": rope["full_attention"]}, cls.rope_theta)
-            local, unknown = read_hf({"rope_parameters": rope.get("sliding_attention", {})}, 10000.0)
-            if unknown is not None:
-                raise UserError(
-                    f"config.json: rope_parameters.sliding_attention is {unknown}; gemma scales full attention"
-                )
+        rope = read_hf_by_layer_type(data, cls.family, (cls.rope_theta, 10000.0))
+        if rope is not None:
+            theta, scaling, local = rope
             flat = {"rope_theta": theta, "rope_scaling": scaling, "rope_local_base_freq": local}
             data = {**{key: value for key, value in data.items() if key != "rope_parameters"}, **flat}
         elif data.get("model_type") == "gemma2":

@@ -197,6 +197,13 @@ def pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+def test_a_vocabulary_of_tiktoken_is_refused_with_the_way_to_a_tokenizer_json(tmp_path: Path) -> None:
+    (tmp_path / "tiktoken.model").write_text("IQ== 0\n")
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "[EOS]", "tokenizer_class": "TikTokenTokenizer"}')
+    with pytest.raises(UserError, match=r"tiktoken\.model, which only Python code .*`TikTokenConverter`"):
+        TextTokenizer(tmp_path)
+
+
 def test_sentencepiece_is_read_by_paddlenlp(pieces: Path) -> None:
     tokenizer = TextTokenizer(pieces)
     reference = sentencepiece.SentencePieceProcessor(model_file=str(pieces / "sentencepiece.bpe.model"))

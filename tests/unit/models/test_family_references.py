@@ -52,6 +52,9 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("llama/mistral", {"rope_theta": 12000.0}),
     ("llama/mistral_window", {"sliding_window": None}),
     ("llama/mistral_window", {"sliding_window": 6}),
+    ("mixtral/wide_heads", {"num_experts_per_tok": 2}),
+    ("mixtral/wide_heads", {"rope_theta": 9e5}),
+    ("mixtral/window_tied", {"sliding_window": None}),
     ("qwen/qwen2", {"rms_norm_eps": 1e-4}),
     ("qwen/qwen2", {"rope_theta": 12000.0}),
     ("qwen/qwen2_yarn", {"rope_scaling": None}),
@@ -77,8 +80,18 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("granite/tied", {"logits_scaling": 2.6}),
     ("smollm3/tied", {"no_rope_layers": [0, 1, 0, 1]}),
     ("olmo/olmo2", {"rms_norm_eps": 1e-4}),
+    ("olmo/olmo3", {"sliding_window": 6}),
+    ("olmo/olmo3", {"layer_types": ["full_attention"] * 5}),
+    ("olmo/olmo3_yarn", {"rope_scaling": None}),
+    ("hunyuan/plain", {"rope_theta": 9000.0}),
+    ("hunyuan/alpha_tied_biases", {"rope_scaling": None}),
+    ("hunyuan/alpha_tied_biases", {"rope_scaling": {"rope_type": "dynamic", "alpha": 45.0}}),
     ("seed_oss/plain", {"rope_theta": 9000.0}),
     ("glm/partial", {"rope_theta": 9000.0}),
+    ("glm_moe/partial", {"n_group": 2, "topk_group": 1}),
+    ("glm_moe/partial", {"norm_topk_prob": False}),
+    ("glm_moe/partial", {"rope_theta": 9000.0}),
+    ("glm_moe/one_group", {"routed_scaling_factor": 2.49}),
     ("ernie_moe/tied", {"rms_norm_eps": 1e-4}),
     ("ernie_moe/tied", {"moe_k": 2}),
     ("gpt/tied", {"layer_norm_eps": 1e-4}),
@@ -87,6 +100,8 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("deepseek/v2_grouped", {"rms_norm_eps": 1e-4}),
     ("deepseek/v2_grouped", {"topk_method": "greedy"}),
     ("deepseek/v2_grouped", {"topk_group": 3}),
+    ("deepseek/kimi_k2", {"rope_scaling": None}),
+    ("deepseek/kimi_k2", {"routed_scaling_factor": 2.79}),
     ("deepseek/v3", {"norm_topk_prob": False}),
     ("deepseek/v3", {"routed_scaling_factor": 1.51}),
     ("deepseek/v3", {"n_group": 2, "topk_group": 1}),
@@ -316,15 +331,16 @@ def test_the_kind_of_a_rope_scaling_has_the_name_that_each_reader_looks_for() ->
     assert type(config).from_hf({**config.to_hf(), "rope_scaling": older}) == config
 
 
-def test_mtp_layers_are_copied_or_omitted_with_a_message(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["deepseek/v3", "glm_moe/partial"])
+def test_mtp_layers_are_copied_or_omitted_with_a_message(case: str, tmp_path: Path) -> None:
     extra = {
         name: np.ones([2, 2], "float32") for name in ("model.layers.3.eh_proj.weight", "model.layers.3.enorm.weight")
     }
-    model = open_model(copy_with("deepseek/v3", tmp_path, extra, num_nextn_predict_layers=1), FAMILIES)
+    model = open_model(copy_with(case, tmp_path, extra, num_nextn_predict_layers=1), FAMILIES)
     assert model.carried == sorted(extra)
-    assert difference(load(tmp_path), "deepseek/v3") <= TOLERANCE
+    assert difference(load(tmp_path), case) <= TOLERANCE
     assert model.config.to_hf()["num_nextn_predict_layers"] == 1
-    model = open_model(copy_with("deepseek/v3", tmp_path, extra, num_nextn_predict_layers=0), FAMILIES)
+    model = open_model(copy_with(case, tmp_path, extra, num_nextn_predict_layers=0), FAMILIES)
     assert model.carried == []
     assert model.description == "hf layout; 2 tensors are ignored, such as model.layers.3.eh_proj.weight"
     assert model.config.to_hf()["num_nextn_predict_layers"] == 0
@@ -366,6 +382,7 @@ REFUSED = [
     ("llama/mistral", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is not full_attention"),
     ("llama/mistral_window", {"layer_types": ["full_attention"]}, "layer_types is not sliding_attention only, as that"),
     ("llama/biases", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; the llama family has silu"),
+    ("mixtral/wide_heads", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1; the mixtral family has 0.0 only"),
     ("qwen/qwen2", {"use_sliding_window": True}, "use_sliding_window is True; the qwen family has False only"),
     ("qwen/qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is not full_attention only"),
     ("qwen/qwen3", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; the qwen family has 'silu' only"),
@@ -387,11 +404,33 @@ REFUSED = [
         {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": "x"}},
         "'x' is no length of a context; a number above 0 is needed",
     ),
+    (
+        "olmo/olmo3",
+        {"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+        "rope_parameters.sliding_attention is .*; olmo scales full attention",
+    ),
+    (
+        "olmo/olmo3",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 10.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+            }
+        },
+        "rope_theta is 10.0 in layers with full attention and 20.0 in the others",
+    ),
+    ("hunyuan/plain", {"use_cla": True}, "use_cla is True; the hunyuan family has False only"),
     ("granite/tied", {"position_embedding_type": "nope"}, "does not know position_embedding_type"),
+    (
+        "glm_moe/partial",
+        {"scoring_func": "softmax"},
+        "scoring_func is 'softmax'; the glm_moe family has 'sigmoid' only",
+    ),
     ("ernie_moe/tied", {"use_bias": True}, "use_bias is True; the ernie_moe family has False only"),
     ("gpt/tied", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True; the gpt family"),
     ("gpt/tied", {"activation_function": "gelu"}, "activation_function is 'gelu'; the gpt family has gelu_new only"),
     ("deepseek/v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; deepseek_v3 has sigmoid"),
+    ("deepseek/kimi_k2", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; kimi_k2 has sigmoid"),
     ("deepseek/v2_lite", {"num_key_value_heads": 1}, "num_key_value_heads is not num_attention_heads = 2"),
     ("deepseek/v3", {"rope_interleave": False}, "rope_interleave is False"),
 ]
@@ -404,6 +443,7 @@ REFUSED = [
         ("llama/mistral", {"attention_bias": True}, "attention_bias"),
         ("llama/mistral", {"mlp_bias": True}, "mlp_bias"),
         ("llama/biases", {"sliding_window": 5}, "sliding_window"),
+        ("mixtral/wide_heads", {"num_experts_per_tok": 7}, "num_experts_per_tok"),
         ("qwen/qwen2", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling"),
         ("qwen/qwen2", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_scaling"),
         ("qwen/qwen2", {"hidden_size": 26}, "hidden_size"),
@@ -424,7 +464,15 @@ REFUSED = [
         ("phi/window_tied", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling"),
         ("smollm3/tied", {"no_rope_layers": [1]}, "no_rope_layers"),
         ("olmo/olmo2", {"num_attention_heads": 5, "num_key_value_heads": 5}, "hidden_size"),
+        ("olmo/olmo2", {"sliding_window": 9}, "sliding_window"),
+        ("olmo/olmo3", {"layer_types": ["full_attention"]}, "layer_types"),
+        ("olmo/olmo3", {"sliding_window": None}, "sliding_window"),
+        ("hunyuan/plain", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling"),
         ("glm/partial", {"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
+        ("glm_moe/partial", {"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
+        ("glm_moe/partial", {"first_k_dense_replace": 3}, "first_k_dense_replace"),
+        ("glm_moe/partial", {"n_group": 3}, "n_group"),
+        ("glm_moe/partial", {"num_experts_per_tok": 5}, "num_experts_per_tok"),
         ("ernie_moe/tied", {"moe_k": 9}, "moe_k"),
         ("ernie_moe/tied", {"moe_layer_start_index": 3}, "moe_layer_start_index"),
         ("gpt/tied", {"num_attention_heads": 5}, "hidden_size"),

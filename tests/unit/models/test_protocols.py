@@ -35,13 +35,13 @@ class Image(PlainShape):
 
 
 CONFIGS = {
-    HasWindow: {"llama", "gemma"},
-    HasMtpLayers: {"deepseek"},
-    HasGateBias: {"deepseek", "ernie_moe", "qwen_moe"},
+    HasWindow: {"llama", "gemma", "mixtral", "olmo"},
+    HasMtpLayers: {"deepseek", "glm_moe"},
+    HasGateBias: {"deepseek", "ernie_moe", "glm_moe", "mixtral", "qwen_moe"},
 }
 NAMES = {
     HasPaddleNLPNames: {"gpt"},
-    CarriesTensors: {"deepseek"},
+    CarriesTensors: {"deepseek", "glm_moe"},
     HasGgufNames: {"llama", "qwen"},
 }
 

@@ -1,0 +1,49 @@
+"""A decoder with routed experts built from its description (`models.shape_spec`), for one card.
+
+Attention is that of `models.dense`, experts and their layers are those of `models.moe`. `models.blocks` explains the
+shapes and the forward pass.
+"""
+
+from __future__ import annotations
+
+from llmsuite.devices.ops import Ops
+from llmsuite.models.blocks import DecoderLayer, GatedMLP
+from llmsuite.models.decoder_config import DenseConfig
+from llmsuite.models.dense import make_attention, make_mlp, make_norm
+from llmsuite.models.experts import Experts
+from llmsuite.models.moe import GroupedGate, LayerWithoutExperts, MoE, MoELayer, MoELM, MTPLayer
+from llmsuite.models.shape_spec import LayerSpec
+from llmsuite.models.shape_spec import MoE as MoESpec
+
+
+class SparseLM(MoELM):
+    """A described decoder some of whose layers have experts."""
+
+    def __init__(self, config: DenseConfig, ops: Ops):
+        spec = config.shape_spec()
+        kinds = spec.attention_kinds
+        assert len(kinds) == 1, "layers with experts take the inputs of one kind of attention"
+        layers = [_make_layer(config, ops, layer) for layer in spec.layers]
+        norm = make_norm(spec.norm, config.hidden_size, config.rms_norm_eps, ops)
+        super().__init__(config, ops, layers, norm, kinds)
+
+
+def _make_layer(config: DenseConfig, ops: Ops, spec: LayerSpec) -> DecoderLayer:
+    assert spec.has_plain_residuals, "layers with experts have norms before attention and MLP"
+    first, second = (make_norm(spec.norm, config.hidden_size, config.rms_norm_eps, ops) for _ in range(2))
+    attention = make_attention(config, ops, spec)
+    if not isinstance(spec.mlp, MoESpec):
+        return LayerWithoutExperts(first, attention, second, make_mlp(config, ops, spec))
+    mixture = _make_mixture(config.hidden_size, ops, spec.mlp)
+    if spec.is_mtp:
+        size = config.hidden_size
+        return MTPLayer(
+            first, attention, second, mixture, size, lambda: make_norm(spec.norm, size, config.rms_norm_eps, ops)
+        )
+    return MoELayer(first, attention, second, mixture)
+
+
+def _make_mixture(hidden_size: int, ops: Ops, spec: MoESpec) -> MoE:
+    shared = GatedMLP(hidden_size, spec.shared_width, ops) if spec.shared_width else None
+    experts = Experts(spec.experts, hidden_size, spec.width, ops)
+    return MoE(GroupedGate(hidden_size, spec), experts, shared)
