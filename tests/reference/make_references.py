@@ -2,8 +2,8 @@
 
 Needs torch, transformers, numpy and safetensors, and neither Paddle nor llmsuite; made with torch 2.15 and
 transformers 5.23; llama/mistral_window, and gemma, granite, phi, smollm3, olmo, seed_oss, glm, mixtral, hunyuan,
-glm_moe and deepseek/kimi_k2, with torch 2.13 and transformers 5.24. (Some of Llama: make_llama_reference.py.) Run it from
-anywhere; a second run writes the same values:
+glm_moe and deepseek/kimi_k2, with torch 2.13 and transformers 5.24. (Some of Llama: make_llama_reference.py.)
+Run it from anywhere; a second run writes the same values:
 
     python tests/reference/make_references.py [FAMILY ...]
 """
