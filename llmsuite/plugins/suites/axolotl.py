@@ -382,7 +382,8 @@ def _template(run: Run, template: str) -> dict[str, Any]:
     one. Refuse others whose answers do not end with the end-of-sequence token."""
     model_name = str(run.given("base_model"))
     name = axolotl_templates.name_of(template, model_name)
-    text = axolotl_templates.text_of(name, model_name, run.given("eot_tokens") or [])
+    ends = run.given("eot_tokens")
+    text = axolotl_templates.text_of(name, model_name, ends if isinstance(ends, list) else [])
     if text is not None:
         run.note("data.chat_template: the text of Axolotl's template, which refuses rows that it does not supervise "
                  "alike; the end of an answer is supervised only where it is the end-of-sequence token or one of "

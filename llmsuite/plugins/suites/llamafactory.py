@@ -271,9 +271,11 @@ def _template(run: Run) -> dict[str, Any]:
         run.refuse("template", name, f"{why}; to use the template of {weights}, leave it out: data.chat_template")
         return {}
     form, system = _TEMPLATES[name]
-    given_system = run.take("default_system")
-    if given_system is not None or run.given("default_system") == "":
-        system = given_system and str(given_system)
+    given = run.take("default_system")
+    if given is not None:
+        system = str(given)
+    elif run.given("default_system") == "":
+        system = None
     if re.search(_MODELS[form], weights, re.IGNORECASE) is None:
         if end_of_sequence(weights) is not None:
             run.refuse("template", name, f"writes {form.role[0]}, which is not a token of {weights}")
