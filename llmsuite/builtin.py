@@ -59,7 +59,17 @@ ROLLOUTS = {
 }
 TEXT = {"data.train": "data/pretrain/train.txt", "data.eval": "data/pretrain/eval.txt"}
 _SUPERVISED: frozenset[Capability] = frozenset(
-    {"generation", "mtp", "packing", "plain_text", "prefix", "prompt_lengths", "step_programs", "thoughts"}
+    {
+        "answer_ends",
+        "generation",
+        "mtp",
+        "packing",
+        "plain_text",
+        "prefix",
+        "prompt_lengths",
+        "step_programs",
+        "thoughts",
+    }
 )
 """Capabilities of supervised fine-tuning, of all parameters and of adapters."""
 
@@ -115,7 +125,9 @@ def _language_stages() -> list[StageSpec]:
             sections={"rollout": RolloutSection},
             profile=GkdSection.profile,
             factory=lazily("llmsuite.stages.gkd:GkdStage"),
-            capabilities=frozenset({"generation", "packing", "plain_text", "prompt_lengths", "thoughts"}),
+            capabilities=frozenset(
+                {"answer_ends", "generation", "packing", "plain_text", "prompt_lengths", "thoughts"}
+            ),
             smoke=CONVERSATIONS,
         ),
     ]
@@ -133,7 +145,7 @@ def _preference_stages() -> list[StageSpec]:
             config_cls=DpoSection,
             profile=DpoSection.profile,
             factory=lazily("llmsuite.stages.dpo:DpoStage"),
-            capabilities=frozenset({"generation", "packing", "ranked", "step_programs"}),
+            capabilities=frozenset({"answer_ends", "generation", "packing", "ranked", "step_programs"}),
             smoke=PREFERENCE,
         ),
         StageSpec(
@@ -143,7 +155,7 @@ def _preference_stages() -> list[StageSpec]:
             config_cls=RmSection,
             profile=RmSection.profile,
             factory=lazily("llmsuite.stages.rm:RmStage"),
-            capabilities=frozenset({"margins", "packing", "ranked", "score_head", "step_programs"}),
+            capabilities=frozenset({"answer_ends", "margins", "packing", "ranked", "score_head", "step_programs"}),
             smoke=PREFERENCE,
         ),
         StageSpec(
@@ -153,7 +165,7 @@ def _preference_stages() -> list[StageSpec]:
             config_cls=KtoSection,
             profile=KtoSection.profile,
             factory=lazily("llmsuite.stages.kto:KtoStage"),
-            capabilities=frozenset({"step_programs"}),
+            capabilities=frozenset({"answer_ends", "step_programs"}),
             smoke=UNPAIRED,
         ),
     ]

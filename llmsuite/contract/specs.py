@@ -127,8 +127,8 @@ class StageProfile:
 
 
 Capability = Literal[
-    "adapters_only", "all_logits", "async_rollout", "fixed_length", "generation", "margins", "mtp", "packing",
-    "plain_text", "prefix", "prompt_lengths", "qat", "ranked", "score_head", "step_programs", "thoughts",
+    "adapters_only", "all_logits", "answer_ends", "async_rollout", "fixed_length", "generation", "margins", "mtp",
+    "packing", "plain_text", "prefix", "prompt_lengths", "qat", "ranked", "score_head", "step_programs", "thoughts",
 ]  # fmt: skip
 """A property of a stage that keys of recipes, the engine or `llmsuite plan` depend on, see `CAPABILITIES`."""
 
@@ -136,6 +136,8 @@ CAPABILITIES: Mapping[Capability, str] = {
     "adapters_only": "trains only adapters: a recipe has to set `lora.rank`, `reft.rank` or `prefix.tokens`",
     "all_logits": "computes logits at all positions, and not only at selected ones; with sequence parallelism this "
     "decides how the gradient of the head's input is reduced",
+    "answer_ends": "ends answers as the chat template does, by `data.end_of_answer`; recipes of other stages that set "
+    "the key are refused",
     "async_rollout": "is an `AsyncRolloutStage`, which `rollout.max_staleness` needs: sampling overlaps with training",
     "fixed_length": "trains on sequences of exactly `data.max_length` tokens, so that compiled training steps have one "
     "shape",

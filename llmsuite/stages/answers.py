@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import paddle
@@ -21,7 +21,7 @@ from llmsuite.stages.reference_cache import answer_key
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """An answer to a prompt, as token ids. It ends with the end-of-sequence token."""
+    """An answer to a prompt, as token ids. It ends as `data.end_of_answer` says."""
 
     prompt: list[int]
     ids: list[int]
@@ -35,9 +35,17 @@ class Answer:
         return len(self.prompt) + len(self.ids)
 
 
-def ensure_eos(answer: list[int], eos: int) -> list[int]:
-    """The answer up to and including its last end-of-sequence token, which is appended if there is none. Tokens that a
-    template appends after it are dropped."""
+def ended(answer: list[int], eos: int, end: Literal["token", "template"]) -> list[int]:
+    """The answer up to and including its last end-of-sequence token, which is appended if there is none; with `end`
+    "template" the answer as the template writes it.
+
+    Args:
+        answer: token ids of all that the chat template writes for an answer.
+        eos: id of the end-of-sequence token.
+        end: value of `data.end_of_answer`.
+    """
+    if end == "template":
+        return answer
     if eos not in answer:
         return [*answer, eos]
     return answer[: len(answer) - answer[::-1].index(eos)]

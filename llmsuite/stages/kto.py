@@ -33,7 +33,7 @@ from llmsuite.stages.answers import (
     Answer,
     answer_logps,
     collate,
-    ensure_eos,
+    ended,
     log_ratios,
 )
 from llmsuite.stages.preference_losses import apo_zero, kto
@@ -91,7 +91,7 @@ class KtoStage(Stage[LabelledAnswer]):
         eos = self.context.tokenizer.eos_id
         labelled = []
         for (number, row), (prompt, ids) in zip(kept, encoded):
-            answer = Answer(prompt, ensure_eos(ids, eos))
+            answer = Answer(prompt, ended(ids, eos, self.context.data.end_of_answer))
             if not answer.prompt:
                 counts.drop("with a prompt of no tokens (nothing would predict the answer)", number)
             elif answer.ids.count(eos) > 1:

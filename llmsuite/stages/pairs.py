@@ -13,12 +13,12 @@ from llmsuite.data.render_checks import same_answers
 from llmsuite.data.rows import Preference, Ranking, conversations_of
 from llmsuite.engine.row_reader import PackingReader
 from llmsuite.engine.stage import DropCounts, Stage, StageContext
-from llmsuite.stages.answers import Answer, ensure_eos
+from llmsuite.stages.answers import Answer, ended
 
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """One prompt with two answers, as token ids. Both answers end with the end-of-sequence token."""
+    """One prompt with two answers, as token ids."""
 
     prompt: list[int]
     chosen: list[int]
@@ -100,7 +100,8 @@ class PairStage(Stage["Pair | Pairs"]):
     def _pair(self, row: Preference, prompt: list[int], chosen: list[int], rejected: list[int]) -> Pair | str:
         """The pair of a row as token ids, or the reason why it cannot be used."""
         eos = self.context.tokenizer.eos_id
-        pair = Pair(prompt, ensure_eos(chosen, eos), ensure_eos(rejected, eos), row.margin)
+        end = self.context.data.end_of_answer
+        pair = Pair(prompt, ended(chosen, eos, end), ended(rejected, eos, end), row.margin)
         if pair.chosen == pair.rejected:  # different texts, but the tokenizer maps them to the same ids
             return "with chosen equal to rejected"
         if not pair.prompt:

@@ -68,6 +68,7 @@ class SftStage(GeneratingStage[WeightedTokens]):
         self._max_length = context.data.max_length
         self._is_packed = context.data.packing != "none"
         self._answers_apart = context.data.answer_tokens == "apart"
+        self._ends_by_template = context.data.end_of_answer == "template"
         self._supervises_thoughts = context.data.supervise_thoughts
         self._mtp_weight = context.train.mtp_loss_weight
         self._has_prompt_lengths = context.reft.rank is not None
@@ -213,7 +214,7 @@ class SftStage(GeneratingStage[WeightedTokens]):
             # the model would get other tokens in generation than in training
             if before[: len(ids)] != ids:
                 raise Unusable("with an answer that is tokenized differently when the conversation continues")
-            answer = self._end(answer, is_last=i == len(encoded) - 1 and not self._template.has_marks)
+            answer = self._end(answer, is_last=i == len(encoded) - 1)
             weights += [0] * (len(before) - len(ids)) + [weight] * len(answer)
             ids = before + answer
         return WeightedTokens(np.array(ids, dtype="int32"), np.array(weights, dtype="float32"))
@@ -223,14 +224,17 @@ class SftStage(GeneratingStage[WeightedTokens]):
         dropped.
 
         A template may end turns with another token. That token is kept, and the last turn also gets the end-of-sequence
-        token, unless the template marks what is supervised.
+        token, unless the template marks what is supervised. With `data.end_of_answer` template the answer stays as the
+        template writes it.
         """
         eos = self.context.tokenizer.eos_id
         if answer.count(eos) > 1:
             raise Unusable("with the end-of-sequence token inside an answer")
+        if self._ends_by_template:
+            return answer
         if eos in answer:
             return answer[: answer.index(eos) + 1]
-        return [*answer, eos] if is_last else answer
+        return [*answer, eos] if is_last and not self._template.has_marks else answer
 
     def _cut(self, sample: WeightedTokens) -> WeightedTokens:
         """The first `data.max_length` tokens. Raises Unusable unless `truncate_key` is set."""

@@ -30,6 +30,7 @@ INERT = {
 }  # fmt: skip
 """Keys that are read also where they have no effect, as their defaults change nothing."""
 BY_CAPABILITY = {
+    "data.end_of_answer": "answer_ends",
     "data.packing": "packing",
     "data.ranked_pairs": "ranked",
     "data.supervise_thoughts": "thoughts",

@@ -137,6 +137,11 @@ class DataSection(Section):
     """With text_template: tokens of the supervised text. after_prompt: those that follow the tokens of the prompt.
     apart: those of this text alone, as Axolotl makes them. Some tokenizers, such as that of Llama 2, then begin it with
     a space. A row whose text is empty stays, without the end-of-sequence token, and trains nothing."""
+    end_of_answer: Literal["token", "template"] = "token"
+    """End of an answer in training. token: the end-of-sequence token. What the chat template writes after it, such as a
+    line break, is left out; an answer that the template ends with another token gets it too, unless the template marks
+    with {% generation %} what is supervised. template: as the chat template ends it. All that it writes up to the next
+    turn, or marks, is supervised, and nothing is added."""
     ranked_pairs: Literal["all", "best"] = "all"
     """With stages dpo and rm: pairs that are made of a row with ranked answers. all: each two with different scores;
     best: the best answer with each that has a lower score."""
@@ -228,7 +233,7 @@ class DataSection(Section):
         if self.text_template is not None:
             yield "format", "has no effect with data.text_template, which says what a row has; remove it"
         if self.text_template is not None or self.format == "text":
-            for key in ("chat_template", "chat_template_kwargs", "supervise_thoughts", "system"):
+            for key in ("chat_template", "chat_template_kwargs", "end_of_answer", "supervise_thoughts", "system"):
                 yield key, "has no effect on rows of text, which have no turns; remove it"
 
     def _choice_problems(self) -> Iterator[tuple[str, str]]:

@@ -15,9 +15,9 @@ from llmsuite.plugins.suites import axolotl_arguments, axolotl_templates, model,
 from llmsuite.plugins.suites.conversion.end_tokens import end_of_sequence, is_base
 from llmsuite.plugins.suites.conversion.kinds import LIST, MAPPING, ONE, ONE_OR_MAPPING, WORDS, Kind, is_on
 from llmsuite.plugins.suites.suite import Run, Suite
+from llmsuite.plugins.suites.turn_texts import KEEPS_ENDS
 
 _TEMPLATES = {"chatml": "chatml", "llama3": "llama3", "qwen_25": "qwen2.5", "tokenizer_default": "tokenizer"}
-_ENDS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "qwen2.5": "<|im_end|>"}
 _TOKENS = (
     (r"llama-?3", ("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>")),
     (r"llama-?3[._][123]", ("<|finetune_right_pad_id|>", "<|eom_id|>")),
@@ -246,10 +246,8 @@ def _data(run: Run) -> dict[str, Any]:
     found["max_length"] = run.integer("sequence_len", _LENGTH)
     if run.flag("sample_packing"):
         found |= _packing(run, found["max_length"], len(sources))
-    if templates[0] != "tokenizer" and text is None:
-        found["chat_template"] = _template(run, templates[0])
-    elif text is None:
-        _template(run, "tokenizer")
+    if text is None:
+        found |= _template(run, templates[0])
     _check_tokens(run, templates[0], text is not None)
     return found | trainer.loading(run)
 
@@ -257,7 +255,7 @@ def _data(run: Run) -> dict[str, Any]:
 def _writes_nothing_after_answers(run: Run, template: str) -> bool:
     """Return True if a chat template is known to write nothing after the end-of-sequence token of an answer, so that
     rows are as long here as in Axolotl."""
-    return template == "llama3" and end_of_sequence(str(run.given("base_model"))) == _ENDS["llama3"]
+    return template == "llama3" and end_of_sequence(str(run.given("base_model"))) == "<|eot_id|>"
 
 
 def _held_out(run: Run, counts_all: bool) -> dict[str, Any]:
@@ -365,7 +363,7 @@ def _check_tokens(run: Run, template: str, is_text: bool) -> None:
     tokens = run.take("special_tokens", MAPPING) or {}
     if ends and is_text:
         run.left_out("eot_tokens", ends, "rows of text have no turns")
-    elif ends and ends != [_ENDS.get(template)]:
+    elif ends and ends != [axolotl_templates.end_of(template)]:
         run.refuse("eot_tokens", ", ".join(map(str, ends)), "the end of an answer is determined by the chat template")
     name = str(run.given("base_model"))
     own = next((found for pattern, found in _OWN_TOKENS if re.search(pattern, name.lower())), (None, None, None))
@@ -379,23 +377,26 @@ def _check_tokens(run: Run, template: str, is_text: bool) -> None:
         run.refuse("special_tokens", ", ".join(changed), "tokens are those of the tokenizer")
 
 
-def _template(run: Run, template: str) -> str:
-    """Return `data.chat_template`: where a template ends answers with another token than the end-of-sequence token, a
-    text with what Axolotl supervises. Refuse such a template without a text."""
-    name = str(run.given("base_model"))
-    end = _ENDS.get(template)
-    eos = end_of_sequence(name)
-    if (end is None and not is_base(name)) or (end is not None and eos == end):
-        return template
-    text = None if eos is None else axolotl_templates.text_of(template, run.given("eot_tokens") == [end])
-    if text is None:
+def _template(run: Run, template: str) -> dict[str, Any]:
+    """Return `data.chat_template`, and how answers end: a text with what Axolotl supervises, for templates that have
+    one. Refuse others whose answers do not end with the end-of-sequence token."""
+    model_name = str(run.given("base_model"))
+    name = axolotl_templates.name_of(template, model_name)
+    ends = run.given("eot_tokens")
+    text = axolotl_templates.text_of(name, model_name, ends if isinstance(ends, list) else [])
+    if text is not None:
+        run.note("data.chat_template: the text of Axolotl's template, which refuses rows that it does not supervise "
+                 "alike; the end of an answer is supervised only where it is the end-of-sequence token or one of "
+                 "eot_tokens")  # fmt: skip
+        return {"chat_template": text, **KEEPS_ENDS}
+    end = axolotl_templates.end_of(name)
+    if end is not None or is_base(model_name):
         why = f"ends answers with {end}, which may not be" if end else "ends answers with another token than"
         run.refuse("chat_template", run.given("chat_template") or "not given", f"{why} the end-of-sequence token of "
-                   f"{name}; it is not supervised there")  # fmt: skip
-        return template
-    run.note("data.chat_template: the text of Axolotl's template, for rows without tools; it supervises the end of an "
-             "answer only where eot_tokens has it")  # fmt: skip
-    return text
+                   f"{model_name}; it is not supervised there")  # fmt: skip
+    run.note("data.chat_template: that of the tokenizer; Axolotl supervises no [[ at the begin of an answer and no ]] "
+             "at its end")  # fmt: skip
+    return {}
 
 
 def _evaluates(run: Run, train: dict[str, Any]) -> bool:

@@ -1,43 +1,86 @@
-"""Chat templates of Axolotl for tokenizers with another end-of-sequence token than the one that ends an answer.
+"""Chat templates of Axolotl, as texts with what it supervises.
 
 Axolotl supervises the content of an answer, and the token after it where that is the end-of-sequence token or one of
-`eot_tokens`. A text has `{% generation %}` around what it supervises.
+`eot_tokens`. A text has `{% generation %}` around both. It finds an answer by the first and the last token that differ
+once "[[dummy_message]]" is in its place, so a text refuses answers of which it would find another part.
 """
 
 from __future__ import annotations
 
-_SYSTEMS = {"chatml": None, "qwen2.5": "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."}
-"""Default system turn of the templates that have a text."""
-_END = "<|im_end|>"
+import re
+
+from llmsuite.plugins.suites.conversion.end_tokens import end_of_sequence
+from llmsuite.plugins.suites.turn_texts import CHATML, LLAMA_3, Form
+
+_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+_TEMPLATES: dict[str, tuple[Form, str | None]] = {
+    "chatml": (CHATML, None),
+    "qwen2.5": (CHATML, _SYSTEM),
+    "llama3": (LLAMA_3, None),
+}
+"""Templates that have a text: what they write around turns, and their default system turn."""
+_OF_MODELS = {r"qwen-?2\.5-(coder-)?[\d.]+b-instruct/?$": "qwen2.5", r"llama-?3-(8|70)b-instruct/?$": "llama3"}
+"""Models whose tokenizers have one of these templates, as conversations without tools show it."""
+_FOUND_ELSEWHERE = (
+    "{%- if content.startswith('[[') or content.endswith(']]') %}"
+    "{{- raise_exception('this template writes no answer that begins with [[ or ends with ]]') }}"
+    "{%- endif %}"
+    "{%- if '\\n' in content[:content | length - content.lstrip() | length] %}"
+    "{{- raise_exception('this template writes no answer that begins with a line break') }}"
+    "{%- endif %}"
+)
 
 
-def text_of(template: str, supervises_end: bool) -> str | None:
-    """Return the text of a template in the form of ChatML, for conversations without tools; None for another template.
+def name_of(template: str, model: str) -> str:
+    """Return the template that a tokenizer has, for the choice "tokenizer" and a model where it is known; else the
+    choice."""
+    if template != "tokenizer":
+        return template
+    return next((name for pattern, name in _OF_MODELS.items() if re.search(pattern, model, re.IGNORECASE)), template)
+
+
+def end_of(template: str) -> str | None:
+    """Return the token that ends the answers of a template; None for a template that is not known."""
+    return _TEMPLATES[template][0].end.removesuffix("\\n") if template in _TEMPLATES else None
+
+
+def text_of(template: str, model: str, ends: list[str]) -> str | None:
+    """Return the text of a template, for conversations without tools; None for another template, or a model whose
+    end-of-sequence token is not known.
 
     Args:
         template: a name of `data.chat_template`.
-        supervises_end: True to supervise the token that ends an answer.
+        model: name of the model.
+        ends: `eot_tokens`; without them Axolotl looks for the end-of-sequence token alone.
     """
-    if template not in _SYSTEMS:
+    eos = end_of_sequence(model)
+    if template not in _TEMPLATES or eos is None:
         return None
-    system = _SYSTEMS[template]
-    first = ""
+    form, system = _TEMPLATES[template]
+    begin, after_role = form.role
+    token = form.end.removesuffix("\\n")
+    inside, outside = ("", form.end)
+    if token in (eos, *ends):
+        inside, outside = (f" + '{token}'", form.end.removeprefix(token))
+    trim = " | trim" if form is LLAMA_3 else ""
+    first = f"{{{{- '{form.before}' }}}}" if form.before else ""
     if system is not None:
-        first = (
-            f"{{%- if messages[0].role != 'system' %}}{{{{- '<|im_start|>system\\n{system}{_END}\\n' }}}}{{%- endif %}}"
-        )
-    inside, outside = (f" + '{_END}'", "\\n") if supervises_end else ("", f"{_END}\\n")
+        turn = f"{begin}system{after_role}{system}{form.end}"
+        first += f"{{%- if messages[0].role != 'system' %}}{{{{- '{turn}' }}}}{{%- endif %}}"
+    rest = f"{{{{- '{outside}' }}}}" if outside else ""
     return (
         "{%- if tools %}{{- raise_exception('this template writes no tools') }}{%- endif %}"
         f"{first}"
         "{%- for message in messages %}"
         "{%- if message.role == 'tool' %}{{- raise_exception('this template writes no tools') }}{%- endif %}"
-        "{{- '<|im_start|>' + message.role + '\\n' }}"
+        f"{{%- set content = message.content{trim} %}}"
+        f"{{{{- '{begin}' + message.role + '{after_role}' }}}}"
         "{%- if message.role == 'assistant' %}"
-        f"{{%- generation %}}{{{{- message.content{inside} }}}}{{%- endgeneration %}}{{{{- '{outside}' }}}}"
+        f"{_FOUND_ELSEWHERE}"
+        f"{{%- generation %}}{{{{- content{inside} }}}}{{%- endgeneration %}}{rest}"
         "{%- else %}"
-        f"{{{{- message.content + '{_END}\\n' }}}}"
+        f"{{{{- content + '{form.end}' }}}}"
         "{%- endif %}"
         "{%- endfor %}"
-        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+        f"{{%- if add_generation_prompt %}}{{{{- '{begin}assistant{after_role}' }}}}{{%- endif %}}"
     )

@@ -12,23 +12,33 @@ from llmsuite.plugins.suites import llamafactory_arguments, llamafactory_data, m
 from llmsuite.plugins.suites.conversion.end_tokens import end_of_sequence
 from llmsuite.plugins.suites.conversion.kinds import is_on
 from llmsuite.plugins.suites.suite import Run, Suite
-from llmsuite.plugins.suites.swift_templates import SUPERVISED_ANSWER, chatml_text
+from llmsuite.plugins.suites.turn_texts import CHATML, EACH_ANSWER, KEEPS_ENDS, LAST_ANSWER, LLAMA_3, Form, turns_text
 
 _DEFAULTS = trainer.Defaults(recompute=True)
 _STAGES = {"pt": "pretrain", "sft": "sft", "dpo": "dpo", "kto": "kto"}
-_TEMPLATES = {"chatml": "chatml", "qwen3_nothink": "chatml", "smollm": "chatml", "llama3": "llama3"}
-"""Templates equal to a built-in one, without a default system turn."""
-_ENDS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>"}
-_OWN_TEMPLATES = {"qwen": r"qwen-?2\.5-[\d.]+b-instruct/?$", "smollm2": r"smollm2-[\d.]+[bm]-instruct/?$"}
-"""Templates equal, with their system turn, to those of the tokenizers of some models: pattern of model names. Those of
-base models, such as Qwen2.5-7B, have another system turn or no template."""
+_QWEN_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+_SMOLLM_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face."
+_TEMPLATES: Mapping[str, tuple[Form, str | None]] = {
+    "chatml": (CHATML, None),
+    "qwen": (CHATML, _QWEN_SYSTEM),
+    "qwen3": (CHATML, None),
+    "qwen3_nothink": (CHATML, None),
+    "smollm": (CHATML, None),
+    "smollm2": (CHATML, _SMOLLM_SYSTEM),
+    "llama3": (LLAMA_3, None),
+}
+"""Templates -> what they write around turns, and the system turn of rows without one."""
+_MODELS = {CHATML: r"qwen-?(1\.5|2|2\.5|3)-|smollm", LLAMA_3: r"llama-?3"}
+"""Pattern of the models whose tokenizers have the tokens of a form; of the others whose end-of-sequence token is known,
+none has them."""
+_WITH_QWEN = r"qwen-?2\.5-[\d.]+b-instruct/?$"
+"""Models of whose tokenizers' template LLaMA-Factory makes its template qwen."""
 _NEAREST = {
-    "qwen": "qwen2.5", "qwen3": "qwen3", "mistral": "mistral", "mistral_small": "mistral-v7", "gemma": "gemma",
-    "gemma2": "gemma", "gemma3": "gemma", "deepseek3": "deepseek-v3", "deepseekr1": "deepseek-r1",
-    "glm4_moe": "glm4.5", "gpt_oss": "gpt-oss", "phi": "phi3", "phi4": "phi4",
+    "mistral": "mistral", "mistral_small": "mistral-v7", "gemma": "gemma", "gemma2": "gemma", "gemma3": "gemma",
+    "deepseek3": "deepseek-v3", "deepseekr1": "deepseek-r1", "glm4_moe": "glm4.5", "gpt_oss": "gpt-oss", "phi": "phi3",
+    "phi4": "phi4",
 }  # fmt: skip
 """Templates for the same models that differ, such as in spaces, tools or a default system turn."""
-_QWEN_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 _EMPTY_THOUGHT = (
     "{%- if '<think>' not in content and '</think>' not in content %}"
     # its white space would be joined with that of the thought, of which LLaMA-Factory makes tokens of their own
@@ -39,12 +49,17 @@ _EMPTY_THOUGHT = (
     "{%- endif %}"
 )
 """Text that begins an answer without a thought by an empty one, which is supervised."""
-_TEXTS = {
-    "qwen": (r"qwen-?2(\.5)?-", chatml_text(_QWEN_SYSTEM, "", SUPERVISED_ANSWER)),
-    "qwen3": (r"qwen-?3-", chatml_text(None, _EMPTY_THOUGHT, SUPERVISED_ANSWER)),
-}
-"""Templates -> pattern of the models whose tokenizers have their tokens, and a text that writes the same turns, for
-rows without tools in sft."""
+_OF_LAST_TURN = (
+    "{%- if not loop.last %}"
+    "{%- if '<think>' in content %}"
+    "{{- raise_exception('this template writes no thoughts of earlier answers') }}"
+    "{%- endif %}"
+    "{%- set content = content.lstrip('\\n') %}"
+    "{%- else %}"
+    f"{_EMPTY_THOUGHT}"
+    "{%- endif %}"
+)
+"""Text with which only the last answer begins so, in stages that train on the last answer alone."""
 _LOSSES = {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo_mean", "simpo": "simpo"}
 
 
@@ -211,9 +226,7 @@ def _data(run: Run) -> dict[str, Any]:
         found["packing"] = "best_fit"
         run.note("data.packing: packs are filled best-fit, so there may be fewer packs than with LLaMA-Factory")
     if run.section != "pretrain":
-        template = _template(run)
-        has_system = template.get("chat_template", _TEXTS["qwen"][1]) == _TEXTS["qwen"][1]
-        found |= template | model.system(run, "default_system", has_system)
+        found |= _template(run)
     else:
         system = run.take("default_system")
         run.take("template")
@@ -243,38 +256,40 @@ def _held_out(run: Run) -> dict[str, Any]:
 
 
 def _template(run: Run) -> dict[str, Any]:
+    """Return `data.chat_template`, and how answers end: the text of LLaMA-Factory's template."""
     name = run.take("template")
-    if name is None:
-        return {}
     weights = str(run.given(run.suite.model_key))
-    if name in _TEMPLATES:
-        eos = end_of_sequence(weights)
-        if eos not in (None, _ENDS[_TEMPLATES[name]]):
-            run.refuse("template", name, f"ends answers with {_ENDS[_TEMPLATES[name]]}, and the end-of-sequence token "
-                       f"of {weights} is {eos}; llmsuite supervises both, LLaMA-Factory the first")  # fmt: skip
-        if _TEMPLATES[name] == "chatml":
-            run.note("data.chat_template: the line break after an answer's <|im_end|> is not supervised; there it is")
-        return {"chat_template": _TEMPLATES[name]}
-    if name in _OWN_TEMPLATES and re.search(_OWN_TEMPLATES[name], weights, re.IGNORECASE):
-        run.note(
-            "data.chat_template: that of the tokenizer, which is equal; tokens after the end of an answer are not "
-            "supervised"
-        )
+    if name is None and re.search(_WITH_QWEN, weights, re.IGNORECASE):
+        name = "qwen"
+    if name is None:
+        run.refuse("template", "not given", "LLaMA-Factory makes one of the tokenizer's by rules of its own; name it")
         return {}
-    if run.section == "sft" and name in _TEXTS and re.search(_TEXTS[name][0], weights, re.IGNORECASE):
-        thinking = run.given("enable_thinking")
-        if name == "qwen3" and thinking is not None and not is_on(thinking):
-            run.refuse("enable_thinking", thinking, "removes thoughts; nearest key: data.chat_template")
-        run.note("data.chat_template: the text of LLaMA-Factory's template, which refuses rows that it does not write "
-                 "alike; what it has in {% generation %} is supervised")  # fmt: skip
-        return {"chat_template": _TEXTS[name][1]}
-    why = "is a template of LLaMA-Factory"
-    if name in _OWN_TEMPLATES:
-        why = "adds a default system turn"
-    if name in _NEAREST:
-        why = f"{why} (nearest: data.chat_template {_NEAREST[name]})"
-    run.refuse("template", name, f"{why}; to use the template of {weights}, leave it out: data.chat_template")
-    return {}
+    if name not in _TEMPLATES:
+        why = "is a template of LLaMA-Factory"
+        if name in _NEAREST:
+            why = f"{why} (nearest: data.chat_template {_NEAREST[name]})"
+        run.refuse("template", name, f"{why}; to use the template of {weights}, leave it out: data.chat_template")
+        return {}
+    form, system = _TEMPLATES[name]
+    given = run.take("default_system")
+    if given is not None:
+        system = str(given)
+    elif run.given("default_system") == "":
+        system = None
+    if re.search(_MODELS[form], weights, re.IGNORECASE) is None:
+        if end_of_sequence(weights) is not None:
+            run.refuse("template", name, f"writes {form.role[0]}, which is not a token of {weights}")
+        run.note(f"data.chat_template: {form.role[0]} and the others have to be tokens of the tokenizer of {weights}")
+    thought = ""
+    if name == "qwen3":
+        if "enable_thinking" in run.left and not is_on(run.left["enable_thinking"]):
+            run.refuse("enable_thinking", run.left["enable_thinking"], "removes thoughts; nearest key: "
+                                                                       "data.chat_template")  # fmt: skip
+        thought = _EMPTY_THOUGHT if run.section == "sft" else _OF_LAST_TURN
+    run.note("data.chat_template: the text of LLaMA-Factory's template, which refuses rows that it does not write "
+             "alike; what it has in {% generation %} is supervised")  # fmt: skip
+    answer = EACH_ANSWER if run.section == "sft" else LAST_ANSWER
+    return {"chat_template": turns_text(form, system, thought, answer, fills_empty_system=True)} | KEEPS_ENDS
 
 
 def _lora(run: Run) -> dict[str, Any]:

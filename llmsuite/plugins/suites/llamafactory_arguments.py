@@ -137,7 +137,7 @@ TRANSLATIONS: Mapping[str, str] = {
     "dataset_dir": "data.train",
     "max_samples": "data.max_samples",
     "val_size": "data.holdout",
-    "default_system": "data.system",
+    "default_system": "data.chat_template",
     "early_stopping_steps": "train.early_stopping.patience",
     "cutoff_len": "data.max_length",
     "template": "data.chat_template",

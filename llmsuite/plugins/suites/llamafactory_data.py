@@ -147,6 +147,9 @@ def _columns(run: Run, key: str, name: str, entry: Mapping[str, Any]) -> Columns
         run.refuse(key, name, "is for another stage: `ranking` is true for preference pairs only")
     if (run.section == "kto") != ("kto_tag" in theirs):
         run.refuse(key, name, "is for another stage: only KTO data has a column `kto_tag`")
+    if entry.get("formatting") == "openai":
+        why = 'LLaMA-Factory adds "detailed thinking off" to the system turns of `formatting` openai; write it sharegpt'
+        run.refuse(key, name, why)
     is_table = entry.get("formatting", "alpaca") == "alpaca"
     if is_table:
         found = _text_columns(run, key, name, theirs)

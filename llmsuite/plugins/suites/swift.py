@@ -14,7 +14,7 @@ from llmsuite.base.errors import UserError
 from llmsuite.base.safe_files import exists, read_regular
 from llmsuite.plugins.suites import grpo, model, swift_arguments, swift_gkd, swift_templates, trainer
 from llmsuite.plugins.suites.conversion.arguments import read_command
-from llmsuite.plugins.suites.conversion.family import is_quantised, unquantised
+from llmsuite.plugins.suites.conversion.family import is_quantised
 from llmsuite.plugins.suites.conversion.kinds import ONE_OR_MAPPING, WORDS, is_on
 from llmsuite.plugins.suites.suite import Run, Suite
 from llmsuite.plugins.suites.swift_data_sets import OWN_RULES, own_format
@@ -208,6 +208,7 @@ def _rollouts(run: Run, recipe: dict[str, Any], has_adapters: bool) -> dict[str,
     """Return the sections of GRPO; prompts and completions share `data.max_length`."""
     _take_completion_length(run)
     found = grpo.sections(run, recipe, has_adapters, _GRPO)
+    found["rollout"] |= swift_templates.stop_of(run, recipe["data"])
     teacher = run.take("teacher_model")
     if teacher is not None:
         run.refuse("teacher_model", teacher, "there is no teacher")
@@ -421,8 +422,7 @@ def _system(run: Run) -> dict[str, Any]:
     given = run.given("system")
     if isinstance(given, str) and given.endswith(".txt"):
         return _system_file(run, given)
-    weights = unquantised(str(run.given(run.suite.model_key)))
-    found = model.system(run, "system", not swift_templates.has_no_system(weights))
+    found = model.system(run, "system", swift_templates.may_add_system(run))
     return {key: text.replace("\\n", "\n") for key, text in found.items()}
 
 
@@ -663,6 +663,9 @@ def _lora(run: Run) -> dict[str, Any]:
     found |= model.target_modules(run, "target_modules", ("all-linear",), "all-linear")
     number = run.number("quant_bits", None)
     method = run.take("quant_method")
+    if number is not None and method is None:
+        run.left_out("quant_bits", number, "ms-swift quantises only with a quant_method")
+        number = None
     kind = str(run.take("bnb_4bit_quant_type") or "nf4")
     doubled = run.take("bnb_4bit_use_double_quant")
     if number is not None and (method != "bnb" or number not in (4, 8)):

@@ -57,6 +57,12 @@ def _no_thoughts(context: RuleContext) -> Iterator[Violation]:
         yield "data.supervise_thoughts", f"{message}; remove it"
 
 
+def _no_ends_of_answers(context: RuleContext) -> Iterator[Violation]:
+    if context.recipe.data.end_of_answer != "token" and "answer_ends" not in context.stage.capabilities:
+        message = f"is {context.recipe.data.end_of_answer}; stage {context.recipe.stage} trains on no answers of rows"
+        yield "data.end_of_answer", f"{message}; remove it"
+
+
 def _prompts_with_thoughts(context: RuleContext) -> Iterator[Violation]:
     recipe = context.recipe
     if recipe.data.supervise_thoughts:
@@ -397,6 +403,12 @@ STAGE_RULES = (
         "it would have no effect",
         (),
         _no_thoughts,
+    ),
+    Rule(
+        "`data.end_of_answer` with a stage that does not train on answers of rows",
+        "it would have no effect",
+        (),
+        _no_ends_of_answers,
     ),
     Rule(
         "generated evaluations, and `reft`, with `data.supervise_thoughts: false`",

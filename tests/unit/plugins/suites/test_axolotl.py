@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from llmsuite.base.errors import UserError
+from llmsuite.plugins.suites.axolotl_templates import text_of
 from tests.support.axolotl import BARE, FULL, ROWS
 from tests.support.marked import marked
 from tests.unit.plugins.suites.conftest import Converted
@@ -25,6 +26,7 @@ def test_adapters_by_its_defaults(converted: Converted) -> None:
         "model": {"family": "llama", "weights": "NousResearch/Meta-Llama-3-8B-Instruct", "preset": "llama-3-8b"},
         "data": {
             "train": "hf:org/rows?split=train", "columns": {"messages": "messages"}, "max_length": 512,
+            "chat_template": text_of("llama3", BARE["base_model"], []), "end_of_answer": "template",
             "ignore_columns": ["*"],
         },
         "engine": {"precision": "bf16"}, "launch": {"num_devices": 1},
@@ -115,8 +117,8 @@ def test_data_sets_become_the_section_data(converted: Converted) -> None:
     several = data(datasets=[ROWS, {**ROWS, "path": "two.jsonl"}])
     assert (several["train"], several["mix"]) == ("hf:org/rows?split=train", {"two.jsonl": None})
     qwen = {"base_model": "Qwen/Qwen2.5-7B-Instruct", "eot_tokens": ["<|im_end|>"]}
-    assert data(**qwen, chat_template="chatml")["chat_template"] == "chatml"
-    assert data(**qwen, chat_template="qwen_25")["chat_template"] == "qwen2.5"
+    for name, ours in (("chatml", "chatml"), ("qwen_25", "qwen2.5")):
+        assert data(**qwen, chat_template=name)["chat_template"] == text_of(ours, qwen["base_model"], [])
     held = {"test_datasets": [{**ROWS, "split": "test"}]}
     assert "eval" not in data(**held)
     recipe = converted(ACTION, {**BARE, **held, "evals_per_epoch": 1, "saves_per_epoch": 1}).recipe
@@ -128,7 +130,7 @@ def test_data_sets_become_the_section_data(converted: Converted) -> None:
     ("model", "template"),
     [
         ("Qwen/Qwen2.5-7B", None),
-        ("meta-llama/Llama-3.1-8B", "llama3"),
+        ("meta-llama/Llama-3.1-8B", None),
         ("org/some-llama", "chatml"),
     ],
 )
@@ -141,7 +143,17 @@ def test_ends_of_answers_that_are_not_supervised(model: str, template: str | Non
 def test_conversations_that_are_held_out(converted: Converted) -> None:
     """Where a template writes nothing after an answer, rows are as long here as there."""
     data = converted(ACTION, {**BARE, "chat_template": "llama3", "val_set_size": 0.05}).recipe["data"]
-    assert (data["holdout"], data["choice"], data["chat_template"]) == (0.05, "axolotl", "llama3")
+    assert (data["holdout"], data["choice"]) == (0.05, "axolotl")
+
+
+def test_answers_that_axolotl_finds_elsewhere_are_refused(converted: Converted) -> None:
+    """It looks for what differs from [[dummy_message]] in its place."""
+    text = converted(ACTION, {**BARE, "base_model": "Qwen/Qwen2.5-7B", "chat_template": "chatml"}).recipe["data"]
+    for answer in ("[[1]", "[1, [2]]"):
+        with pytest.raises(UserError, match=r"no answer that begins with \[\[ or ends with \]\]"):
+            marked(text["chat_template"], ("user", "Hi"), ("assistant", answer))
+    with pytest.raises(UserError, match="no answer that begins with a line break"):
+        marked(text["chat_template"], ("user", "Hi"), ("assistant", " \nHello."))
 
 
 def test_texts_of_templates_of_base_models(converted: Converted) -> None:

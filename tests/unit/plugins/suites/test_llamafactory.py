@@ -11,12 +11,15 @@ import pytest
 
 from llmsuite.base.errors import UserError
 from llmsuite.cli.main import main
+from llmsuite.plugins.suites.turn_texts import CHATML, LLAMA_3, turns_text
 from tests.support import awq_files
 from tests.support.llamafactory import ACTION, DPO, FULL, SFT
 from tests.support.marked import marked
 from tests.unit.plugins.suites.conftest import Converted
 
-BARE = {"model_name_or_path": "Qwen/Qwen3-8B", "do_train": True, "dataset": "mine"}
+BARE = {"model_name_or_path": "Qwen/Qwen3-8B", "do_train": True, "dataset": "mine", "template": "qwen3"}
+PLAIN = turns_text(CHATML, None, fills_empty_system=True)
+"""The template of `SFT`."""
 
 
 def test_sft_with_adapters(converted: Converted) -> None:
@@ -25,8 +28,8 @@ def test_sft_with_adapters(converted: Converted) -> None:
         "stage": "lora", "source": "LLaMA-Factory x.yaml",
         "model": {"family": "qwen", "weights": "Qwen/Qwen3-8B", "preset": "qwen3-8b"},
         "data": {
-            "train": "data/mine.json", "max_length": 1024, "chat_template": "chatml", "num_workers": 2,
-            "ignore_columns": ["*"],
+            "train": "data/mine.json", "max_length": 1024, "chat_template": PLAIN, "end_of_answer": "template",
+            "num_workers": 2, "ignore_columns": ["*"],
         },
         "engine": {"precision": "bf16", "recompute": "full"}, "launch": {"num_devices": 4},
         "train": {
@@ -142,10 +145,12 @@ def test_rows_are_held_out_as_there(converted: Converted) -> None:
 
 
 def test_the_default_system_turn(converted: Converted) -> None:
-    assert converted(ACTION, {**SFT, "default_system": "Be brief."}).recipe["data"]["system"] == "Be brief."
-    empty = converted(ACTION, {**SFT, "default_system": ""})
-    assert "system" not in empty.recipe["data"]
-    assert ("default_system", "", "the template has no system turn of its own") in empty.left_out
+    """LLaMA-Factory writes it in place of an empty one too."""
+    brief = converted(ACTION, {**SFT, "default_system": "It's {{ x }}\n"}).recipe["data"]["chat_template"]
+    for turns in ([("user", "Hi")], [("system", ""), ("user", "Hi")]):
+        assert marked(brief, *turns) == "{system\nIt's {{ x }}\n}\n{user\nHi}\n"
+    qwen = {**SFT, "template": "qwen", "model_name_or_path": "Qwen/Qwen2.5-7B", "default_system": ""}
+    assert converted(ACTION, qwen).recipe["data"]["chat_template"] == PLAIN
 
 
 def test_revisions_become_parts_of_names(converted: Converted) -> None:
@@ -157,15 +162,12 @@ def test_revisions_become_parts_of_names(converted: Converted) -> None:
 
 NOT_THE_SAME: list[tuple[dict[str, Any], str]] = [
     ({**SFT, "learning_rat": 5}, "learning_rat = 5: is not known; did you mean learning_rate"),
-    ({**SFT, "template": "qwen"}, "template = qwen: adds a default system turn"),
-    ({**DPO, "template": "qwen", "model_name_or_path": "Qwen/Qwen2.5-7B"}, "template = qwen: adds a default system"),
+    ({**SFT, "model_name_or_path": "mistralai/Mistral-7B-v0.3"}, r"writes <\|im_start\|>, which is not a token of"),
+    ({**SFT, "template": "mistral"}, r"template = mistral: is a template .*nearest: data\.chat_template mistral\)"),
+    ({**SFT, "template": None}, "template = not given: LLaMA-Factory makes one of the tokenizer's"),
     ({**SFT, "template": "qwen3", "enable_thinking": False}, "enable_thinking = False: removes thoughts"),
-    ({**SFT, "template": None, "default_system": ""}, 'default_system = "": turns the system turn of the template off'),
+    ({**SFT, "template": "qwen3", "enable_thinking": None}, "enable_thinking = None: removes thoughts"),
     ({**SFT, "val_size": 1}, "val_size = 1: is one row, or all rows as 1.0"),
-    (
-        {**DPO, "template": "qwen3"},
-        r"template = qwen3: is a template of LLaMA-Factory \(nearest: data\.chat_template qwen3\)",
-    ),
     ({**SFT, "packing": True}, "tokens attend to other rows of a pack"),
     ({**SFT, "val_size": 0.1, "streaming": True}, "val_size = 0.1: with streaming it holds the first rows"),
     ({**SFT, "early_stopping_steps": 3}, "early_stopping_steps = 3: needs load_best_model_at_end, and evaluations"),
@@ -184,10 +186,6 @@ NOT_THE_SAME: list[tuple[dict[str, Any], str]] = [
     (
         {**SFT, "pure_bf16": True, "optim": "adamw_torch"},
         "optim = adamw_torch: rounds parameters in 16 bits after each",
-    ),
-    (
-        {**SFT, "model_name_or_path": "meta-llama/Meta-Llama-3-8B", "template": "llama3"},
-        r"template = llama3: ends answers with <\|eot_id\|>, and the end-of-sequence token of .* is <\|end_of_text",
     ),
     ({**SFT, "finetuning_type": "freeze"}, "finetuning_type = freeze"),
     ({**SFT, "adapter_name_or_path": "x"}, "after `llmsuite merge`"),
@@ -236,11 +234,19 @@ def test_reasons_can_be_waived(converted: Converted) -> None:
         converted(ACTION, SFT, leave_out=["use_galore"])
 
 
-def test_template_of_the_tokenizer(converted: Converted) -> None:
-    qwen = {**SFT, "model_name_or_path": "Qwen/Qwen2.5-7B-Instruct", "template": "qwen"}
-    assert "chat_template" not in converted(ACTION, qwen).recipe["data"]
-    llama = {**SFT, "model_name_or_path": "meta-llama/Meta-Llama-3-8B-Instruct", "template": "llama3"}
-    assert converted(ACTION, llama).recipe["data"]["chat_template"] == "llama3"
+def test_the_template_of_llama_3(converted: Converted) -> None:
+    for model in ("meta-llama/Meta-Llama-3-8B-Instruct", "meta-llama/Meta-Llama-3-8B"):
+        found = converted(ACTION, {**SFT, "model_name_or_path": model, "template": "llama3"}).recipe["data"]
+        assert found["chat_template"] == turns_text(LLAMA_3, None, fills_empty_system=True)
+        assert found["end_of_answer"] == "template"
+
+
+def test_stages_that_train_on_the_last_answer(converted: Converted) -> None:
+    text = converted(ACTION, {**DPO, "template": "qwen3"}).recipe["data"]["chat_template"]
+    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    assert marked(text, *turns) == ("{user\na}\n{assistant\nb}\n{user\nc}\n{assistant\n[<think>\n\n</think>\n\nd}\n]")
+    with pytest.raises(UserError, match="writes no thoughts of earlier answers"):
+        marked(text, ("user", "a"), ("assistant", "<think>\nx\n</think>\n\nb"), *turns[2:])
 
 
 def _text_of(converted: Converted, **values: Any) -> str:
@@ -290,12 +296,6 @@ def test_rows_that_a_text_does_not_write_alike(converted: Converted) -> None:
     assert marked(text, ("user", "a"), ("assistant", " <think>x</think>")) == _encoded(
         [("user", "a"), ("assistant", " <think>x</think>")], None, True
     )
-    qwen = {**SFT, "template": "qwen", "model_name_or_path": "Qwen/Qwen2.5-7B"}
-    assert converted(ACTION, {**qwen, "default_system": "Be brief."}).recipe["data"]["system"] == "Be brief."
-    with pytest.raises(UserError, match='default_system = "": turns the system turn of the template off'):
-        converted(ACTION, {**qwen, "default_system": ""})
-    empty = converted(ACTION, {**SFT, "template": "qwen3", "default_system": ""})
-    assert ("default_system", "", "the template has no system turn of its own") in empty.left_out
 
 
 def test_the_loss_dft(converted: Converted) -> None:
@@ -397,7 +397,7 @@ def test_the_report_has_the_values_of_the_file(converted: Converted) -> None:
 def test_leaving_out_what_can_be_followed(converted: Converted) -> None:
     found = converted(ACTION, {**SFT, "use_muon": True}, leave_out=["use_muon", "template"])
     assert found.recipe["source"] == "LLaMA-Factory x.yaml, without use_muon"
-    assert found.recipe["data"]["chat_template"] == "chatml"
+    assert found.recipe["data"]["chat_template"] == PLAIN
     assert any(note.startswith("--leave_out: the recipe can express template") for note in found.notes)
 
 

@@ -13,11 +13,13 @@ from llmsuite.contract.registry import Registry
 from llmsuite.plugins.suites.convert import convert
 from llmsuite.plugins.suites.known import SUITES
 from llmsuite.plugins.suites.swift import read_shell
-from llmsuite.plugins.suites.swift_templates import chatml
+from llmsuite.plugins.suites.turn_texts import CHATML, turns_text
 from tests.support.swift import BARE, FULL, RLHF
 from tests.unit.plugins.suites.conftest import Converted
 
 ACTION = "from-swift"
+TEXT = turns_text(CHATML, "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.")
+"""The template of `BARE`."""
 NAMED = {**BARE, "dataset": "swift/self-cognition", "model_name": "robot", "model_author": ["swift"]}
 SHARED = {**BARE, "NPROC_PER_NODE": 4, "sequence_parallel_size": 2, "gradient_accumulation_steps": 8}
 RAY = {
@@ -46,7 +48,8 @@ def test_sft_by_its_defaults(converted: Converted) -> None:
     assert found.recipe == {
         "stage": "lora", "source": "ms-swift x.yaml",
         "model": {"family": "qwen", "weights": "ms:Qwen/Qwen2.5-7B-Instruct", "preset": "qwen2.5-7b"},
-        "data": {"train": "rows.jsonl", "max_length": 2048, "ignore_columns": ["*"]},
+        "data": {"train": "rows.jsonl", "max_length": 2048, "chat_template": TEXT, "end_of_answer": "template",
+                 "ignore_columns": ["*"]},
         "engine": {"precision": "bf16", "recompute": "full"}, "launch": {"num_devices": 1},
         "train": {
             "num_epochs": 3, "global_batch_size": 16, "micro_batch_size": 1, "learning_rate": 1e-4,
@@ -61,7 +64,7 @@ def test_quantised_weights_have_the_template_of_their_model(registry: Registry) 
     values = {**BARE, "model": "Qwen/Qwen2.5-7B-Instruct-AWQ", "torch_dtype": "bfloat16"}
     found = convert(SUITES[ACTION], values, "x.yaml", registry).recipe
     assert found["model"] == {"family": "qwen", "weights": "ms:Qwen/Qwen2.5-7B-Instruct-AWQ"}, "no preset: padded sizes"
-    assert "chat_template" not in found["data"]
+    assert found["data"]["chat_template"] == TEXT
     with pytest.raises(UserError, match="torch_dtype = not given: that of quantised models depends on the version"):
         convert(SUITES[ACTION], {**values, "torch_dtype": None}, "x.yaml", registry)
 
@@ -283,6 +286,7 @@ def test_adapters_and_losses(converted: Converted) -> None:
     assert lora(quant_bits=4, quant_method="bnb", bnb_4bit_use_double_quant=False)["base_dtype"] == "nf4"
     assert lora(quant_bits=4, quant_method="bnb")["base_double_quant"] is True
     assert lora(quant_bits=8, quant_method="bnb")["base_dtype"] == "llm_int8"
+    assert "base_dtype" not in lora(quant_bits=4), "ms-swift quantises only with a method"
     assert lora(lorap_lr_ratio=16, use_rslora=True)["lora_plus_ratio"] == 16.0
     assert converted(ACTION, {**BARE, "truncation_strategy": "right"}).recipe["sft"] == {"truncate": True}
     ipo = converted(ACTION, {**RLHF, "loss_type": "ipo", "beta": 0.2}).recipe
@@ -338,12 +342,13 @@ def test_adapters_and_losses(converted: Converted) -> None:
         ({**NAMED, "dataset": "self-cognition", "model_name": None}, "needs one model_name and one model_author"),
         ({**NAMED, "dataset": "HF::modelscope/self-cognition", "model_name": None}, "needs one model_name"),
         ({**NAMED, "dataset": "HF::modelscope/self-cognition:other"}, "adds texts to questions and answers"),
-        ({**BARE, "system": ""}, 'system = "": turns the system turn of the template off'),
-        ({**BARE, "model": "Qwen/Qwen2.5-7B", "system": ""}, 'system = "": turns the system turn of the template off'),
-        ({**BARE, "model": "Qwen/Qwen2.5-Math-7B-Instruct"}, "template = not given: .*data.chat_template qwen2.5"),
+        (
+            {**BARE, "command": "swift rlhf", "rlhf_type": "grpo", "system": ""},
+            'system = "": turns the system turn of the template off',
+        ),
         ({**BARE, "model": "Qwen/Qwen2.5-7B-Instruct-1M"}, "template = not given: for Qwen/Qwen2.5-7B-Instruct-1M"),
         ({**BARE, "model": "Qwen/Qwen1.5-7B-Chat"}, "template = not given: for Qwen/Qwen1.5-7B-Chat"),
-        ({**RLHF, "model": "Qwen/Qwen3-8B"}, "template = not given: for Qwen/Qwen3-8B it is a template"),
+        ({**RLHF, "rlhf_type": "grpo", "model": "Qwen/Qwen3-8B"}, "template = not given: for Qwen/Qwen3-8B it is a"),
         ({**BARE, "model": "Qwen/Qwen3-4B-Thinking-2507"}, "template = not given: for Qwen/Qwen3-4B-Thinking-2507"),
         ({**BARE, "model": "deepseek-ai/DeepSeek-R1-0528-Qwen3-8B"}, "template = not given: for deepseek-ai/Deep"),
         ({**BARE, "template": "agentscope"}, "template = agentscope"),
@@ -456,14 +461,11 @@ def test_base_models_of_qwen_have_the_template_of_instruct(converted: Converted)
     """Their tokenizers have another system turn, and another end-of-sequence token, which ms-swift does not write."""
     for model, system in (("Qwen2.5-7B", "You are Qwen, created by Alibaba Cloud. "), ("Qwen2-7B", "")):
         found = converted(ACTION, {**BARE, "model": f"Qwen/{model}"})
-        text = chatml(f"{system}You are a helpful assistant.", False, "default")
+        text = turns_text(CHATML, f"{system}You are a helpful assistant.")
         assert found.recipe["data"]["chat_template"] == text
-        for kind in ("dpo", "kto", "grpo"):
-            with pytest.raises(
-                UserError, match=r"template = not given: .*ends answers with <\|im_end\|>, which is not"
-            ):
-                converted(ACTION, {**RLHF, "rlhf_type": kind, "model": f"Qwen/{model}"})
-    assert "chat_template" not in converted(ACTION, BARE).recipe["data"]
+        for kind in ("dpo", "kto"):
+            data = converted(ACTION, {**RLHF, "rlhf_type": kind, "model": f"Qwen/{model}"}).recipe["data"]
+            assert data["end_of_answer"] == "template"
 
 
 def test_revisions_become_parts_of_names(converted: Converted) -> None:
