@@ -12,6 +12,7 @@ _KERNELS = {
     "rotary": "fused_rotary",
     "swiglu": "fused_swiglu",
     "square_sum": "one_read_square_sum",
+    "adamw": "merged_adamw",
 }
 
 _SELECTED = "FLAGS_selected_gpus"

@@ -147,6 +147,24 @@ def _scale(ops: Ops, optimizer_ops: OptimizerOps, inputs: Sequence[Tensor]) -> T
     return x
 
 
+def _adamw(ops: Ops, optimizer_ops: OptimizerOps, inputs: Sequence[Tensor]) -> Tensor:
+    """The first update of two parameters with a gradient each; both parameters in one tensor."""
+    matrix, vector, *gradients = (x.detach().astype("float32") * 1.0 for x in inputs)
+    parameters = [matrix, vector]
+    rate, decays, betas, epsilon = 0.01, (0.1, 0.0), (0.9, 0.999), 1e-8
+    with paddle.no_grad():
+        if optimizer_ops.adamw is None:
+            # Loshchilov and Hutter 2019, arXiv 1711.05101: after the first update the corrected moments are g and g^2
+            for x, g, decay in zip(parameters, gradients, decays):
+                x.copy_(x * (1 - rate * decay) - rate * g / (g.abs() + epsilon), False)
+        else:
+            moments = [[paddle.zeros_like(x) for x in parameters] for _ in betas]
+            powers = [[tensor_of([beta], "float32", paddle.CPUPlace()) for _ in parameters] for beta in betas]
+            rates = [rate] * len(parameters)
+            optimizer_ops.adamw(parameters, gradients, 1.0, rates, [*moments, *powers], betas, epsilon, decays)
+    return paddle.concat([x.flatten() for x in parameters])
+
+
 def _two_products(ops: Ops, optimizer_ops: OptimizerOps, inputs: Sequence[Tensor]) -> Tensor:
     x, y, a, b = inputs
     return ops.matmuls.sum_of_products([(x, a), (y, b)], False)
@@ -177,6 +195,7 @@ CASES: tuple[KernelCase, ...] = (
     KernelCase("grouped_matmul", "4 experts", _normal([32, 64], [32, 2], [4, 64, 48]), _experts, has_gradient=False),
     KernelCase("square_sum", "two tensors", _normal([96, 64], [64]), _square_sum, has_gradient=False),
     KernelCase("scale", "in place", _normal([96, 64]), _scale, has_gradient=False),
+    KernelCase("adamw", "two parameters", _normal([96, 64], [64], [96, 64], [64]), _adamw, has_gradient=False),
 )
 """All cases. Those of experts are `dispatch_rows`, `grouped_matmul` and `combine_rows` one after the other."""
 

@@ -56,4 +56,5 @@ class OptimizerOps:
     """For gradients before an update."""
     adamw: Callable[..., None] | None = None
     """AdamW update of plain float32 parameters in place, from their gradients, a factor of these, their learning rates,
-    [both moments, powers of both betas], the betas, epsilon and weight decays. None: Paddle's own."""
+    [both moments, powers of both betas], the betas, epsilon and weight decays. All have had as many updates. None:
+    Paddle's own."""

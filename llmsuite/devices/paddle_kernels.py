@@ -128,3 +128,51 @@ def one_read_square_sum(tensors: Sequence[Tensor], factor: float) -> Tensor:
     if len(wide) < len(tensors):  # the kernel for 16 bits rounds its sum
         sums.append(square_sum([x for x in tensors if x.dtype != paddle.float32], factor))
     return paddle.add_n(sums)
+
+
+_MOST_MERGED = (1 << 31) - 1
+"""Elements of a parameter that the kernel for several can count."""
+_MERGED_CHUNK = 1 << 16
+"""Elements that a block of threads updates, Paddle's own default."""
+
+
+def merged_adamw(
+    parameters: Sequence[Tensor], gradients: Sequence[Tensor], factor: float, rates: Sequence[float],
+    slots: Sequence[Sequence[Tensor]], betas: tuple[float, float], epsilon: float, decays: Sequence[float],
+) -> None:  # fmt: skip
+    """`OptimizerOps.adamw` in one call for all parameters with the same learning rate and weight decay. The kernel
+    takes the powers of the first one for all."""
+    groups: dict[tuple[float, float, int], list[int]] = {}
+    for number, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+        gradient.scale_(factor)
+        alone = number if parameter.size > _MOST_MERGED else -1
+        groups.setdefault((rates[number], decays[number], alone), []).append(number)
+    for (rate, decay, _), members in groups.items():
+        own, given, *state = ([each[number] for number in members] for each in (parameters, gradients, *slots))
+        step = paddle.full([1], rate, "float32")
+        if len(members) > 1:
+            _update_together(own, given, step, state, betas, epsilon, decay)
+        else:
+            _update_one(own[0], given[0], step, [slot[0] for slot in state], betas, epsilon, decay)
+
+
+def _update_together(
+    parameters: list[Tensor], gradients: list[Tensor], rate: Tensor, slots: Sequence[list[Tensor]],
+    betas: tuple[float, float], epsilon: float, decay: float,
+) -> None:  # fmt: skip
+    moments1, moments2, powers1, powers2 = slots
+    paddle._C_ops.fused_adam_(
+        parameters, gradients, rate, moments1, moments2, None, powers1, powers2, None, None, *betas, epsilon,
+        _MERGED_CHUNK, decay, True, False, False, False,
+    )  # fmt: skip
+
+
+def _update_one(
+    parameter: Tensor, gradient: Tensor, rate: Tensor, slots: Sequence[Tensor],
+    betas: tuple[float, float], epsilon: float, decay: float,
+) -> None:  # fmt: skip
+    moment1, moment2, power1, power2 = slots
+    paddle._C_ops.adamw_(
+        parameter, gradient, rate, moment1, moment2, None, power1, power2, None, None, *betas, epsilon, 1.0, decay,
+        True, False, 1000, False, False, False,
+    )  # fmt: skip

@@ -87,7 +87,8 @@ class ProgramBatch(Batch):
 
 
 def tensor(batch: Batch, name: str) -> Tensor:
-    """An entry of a batch as a tensor. Raises UserError in a program that does not have the entry."""
+    """An entry of a batch as a tensor, which nobody may change in place: all arrays of a batch go to a device in one
+    copy, and others may get the same tensor. Raises UserError in a program that does not have the entry."""
     value = batch[name]
     if isinstance(value, BatchSum):
         raise UserError(

@@ -17,7 +17,7 @@ Content = Literal["header", "document_starts", "activations", "gradients"]
 HEADER_LENGTH = 5
 """Elements of a header: the shape of the activations [B, L, D], the length of the document starts (0 without any), and
 the index of the activations' dtype in `DTYPES`. It is sent first, because shapes change from micro-batch to
-micro-batch."""
+micro-batch; see `has_header`."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Dtypes of activations."""
@@ -49,14 +49,29 @@ class Message(NamedTuple):
         return self.content in ("header", "document_starts")
 
 
-def contents(forward: bool, has_documents: bool) -> list[Content]:
+def has_header(to: int, num_parts: int, micro_batch: int | None) -> bool:
+    """True where a header comes before activations. The rank of the last part has read the micro-batch itself, and
+    knows the shapes: it waits for the device once in the passes over a global batch, to compare with what it has read.
+
+    Args:
+        to: the part that gets the activations.
+        num_parts: parts of the model.
+        micro_batch: its number in the schedule; None outside of a schedule.
+    """
+    return to < num_parts - 1 or not micro_batch
+
+
+def contents(forward: bool, has_documents: bool, with_header: bool = True) -> list[Content]:
     """The contents that one pass sends over one edge, in this order."""
     if not forward:
         return ["gradients"]
-    return ["header", "document_starts", "activations"] if has_documents else ["header", "activations"]
+    found: list[Content] = ["header"] if with_header else []
+    if has_documents:
+        found.append("document_starts")
+    return [*found, "activations"]
 
 
-def messages(forward: bool, shape: Sequence[int], documents_length: int) -> list[Message]:
+def messages(forward: bool, shape: Sequence[int], documents_length: int, with_header: bool = True) -> list[Message]:
     """The tensors that one pass sends over one edge, in this order.
 
     Args:
@@ -64,6 +79,7 @@ def messages(forward: bool, shape: Sequence[int], documents_length: int) -> list
         shape: shape of the activations, and of their gradients, on one rank: [B, L, D]. Under sequence parallel L is
             the length of a rank's part of the sequence.
         documents_length: L of the full sequence where rows hold several documents, else 0.
+        with_header: `has_header`.
     """
     shapes: dict[Content, tuple[int, ...]] = {
         "header": (HEADER_LENGTH,),
@@ -71,7 +87,7 @@ def messages(forward: bool, shape: Sequence[int], documents_length: int) -> list
         "activations": tuple(shape),
         "gradients": tuple(shape),
     }
-    return [Message(content, shapes[content]) for content in contents(forward, documents_length > 0)]
+    return [Message(content, shapes[content]) for content in contents(forward, documents_length > 0, with_header)]
 
 
 def source(part: int, num_parts: int, forward: bool) -> int | None:

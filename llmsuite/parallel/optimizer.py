@@ -15,7 +15,7 @@ from llmsuite.base.typing import Tensor
 from llmsuite.contract.schema.recipe import TrainSection
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.devices.optimizer_ops import OptimizerOps
-from llmsuite.devices.tensors import tensor_of
+from llmsuite.devices.tensors import array_of, tensor_of
 from llmsuite.parallel import collective
 from llmsuite.parallel.base_optimizer import MASTER, PADDLE_CLASSES, BaseOptimizer, OptimizerClasses, StateTensor
 from llmsuite.parallel.block_moments import BlockAdamW, decay_factor
@@ -32,10 +32,16 @@ class _KernelAdamW(paddle.optimizer.AdamW):
     def __init__(self, update: Callable[..., None], **options: Any):
         super().__init__(**options)
         self._kernel = update
+        self._ages: dict[str, tuple[float, int]] = {}
+        """Of each parameter: the power of a beta before the first update here, and the number of updates since."""
+
+    def set_state_dict(self, state_dict: Any) -> None:
+        super().set_state_dict(state_dict)
+        self._ages = {}
 
     def update(self, pairs: Sequence[tuple[Tensor, Tensor]], factor: float) -> None:
-        """Update all parameters in one call, with gradients that are multiplied by `factor` first. Paddle's `step`
-        would copy each gradient to its parameter, and call an operation for each.
+        """Update all parameters with the same number of updates in one call, with gradients that are multiplied by
+        `factor` first. Paddle's `step` would copy each gradient to its parameter, and call an operation for each.
 
         Args:
             pairs: parameters and their gradients.
@@ -51,7 +57,24 @@ class _KernelAdamW(paddle.optimizer.AdamW):
             slots.append([self._get_accumulator_master(name, parameter) for parameter in parameters])
         rates = [self.get_lr() * p.optimize_attr["learning_rate"] for p in parameters]
         decays = [self._weight_decay if self._apply_decay_param_fun(p.name) else 0.0 for p in parameters]
-        self._kernel(parameters, gradients, factor, rates, slots, (self._beta1, self._beta2), self._epsilon, decays)
+        betas = self._beta1, self._beta2
+        of_same_age: dict[tuple[float, int], list[int]] = {}
+        # by the power of the larger beta, which is not 0 for long
+        for number, power in enumerate(slots[2] if betas[0] > betas[1] else slots[3]):
+            of_same_age.setdefault(self._next_age(parameters[number].name, power), []).append(number)
+        for members in of_same_age.values():
+            own, given, own_rates, own_decays, *own_slots = (
+                [each[number] for number in members] for each in (parameters, gradients, rates, decays, *slots)
+            )
+            self._kernel(own, given, factor, own_rates, own_slots, betas, self._epsilon, own_decays)
+
+    def _next_age(self, name: str, power: Tensor) -> tuple[float, int]:
+        """What parameters with the same number of updates have in common; counts one more update."""
+        if name not in self._ages:  # once, not in each update: it may wait for a device
+            self._ages[name] = float(array_of(power).reshape(-1)[0]), 0
+        first, count = self._ages[name]
+        self._ages[name] = first, count + 1
+        return first, count
 
 
 def _create_slots(optimizer: Any, parameters: Sequence[Tensor]) -> None:

@@ -32,8 +32,9 @@ class OtherRanks:
         return arrived
 
     def header_sent(self, header: Sequence[int], chunk: int) -> None:
-        """A header of activations of a chunk was sent to the next part, see `edges.HEADER_LENGTH`."""
+        """Activations of a chunk with this header go to the next part, which gets or knows it, see
+        `edges.HEADER_LENGTH`."""
 
     def header(self, arrived: Sequence[int]) -> Sequence[int]:
-        """The header of activations that come from the previous part."""
+        """The header of activations that come from the previous part; `arrived` is what this rank got or knows."""
         return arrived

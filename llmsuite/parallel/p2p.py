@@ -17,7 +17,7 @@ from llmsuite.base.spans import span
 from llmsuite.base.typing import Tensor
 from llmsuite.devices.tensors import array_of, tensor_of
 from llmsuite.launch import calls
-from llmsuite.parallel import collective, edges
+from llmsuite.parallel import edges
 from llmsuite.parallel.edges import Channel
 from llmsuite.parallel.mesh import Mesh
 
@@ -83,16 +83,15 @@ class P2PChannels:
             threading.Thread(target=_send_all, args=(self._senders[forward],), daemon=True).start()
         self._senders[forward].put(job)
 
-    def send_header(self, header: Sequence[int], chunk: int = 0) -> None:
-        """Send a header of activations of a chunk, see `edges.HEADER_LENGTH`, to the next part."""
+    def send_header(self, header: Sequence[int]) -> None:
+        """Send a header of activations, see `edges.HEADER_LENGTH`, to the next part."""
         self.send(tensor_of(header, dtype="int64"), forward=True)
-        collective.others().header_sent(header, chunk)
 
     def receive_header(self) -> Sequence[int]:
         """Receive a header of activations from the previous part."""
         # on the host, as the shape of the activations that follow has to be known there
         header: list[int] = array_of(self.receive([edges.HEADER_LENGTH], "int64", forward=True)).tolist()
-        return collective.others().header(header)
+        return header
 
     def _forget_finished(self) -> None:
         """Free the sends that are done. A group of Paddle's keeps a record of each until `wait` is called for one of

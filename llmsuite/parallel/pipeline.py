@@ -33,7 +33,7 @@ from llmsuite.models import dropout, token_context
 from llmsuite.models.block_quant import is_quantised_part
 from llmsuite.models.divergence import Comparison
 from llmsuite.models.qat import FakeQuantLinear, observing
-from llmsuite.parallel import edges
+from llmsuite.parallel import collective, edges
 from llmsuite.parallel.chunked_loss import ChunkedLosses
 from llmsuite.parallel.loss_ledger import total_of
 from llmsuite.parallel.mesh import Mesh
@@ -115,7 +115,10 @@ class PipelineStage:
         self._lengths: Any = None
         self._document_starts: Tensor | None = None
         """Document starts of the rows whose hidden states were returned last."""
-        self._in_schedule = False
+        self._micro_batch: int | None = None
+        """The micro-batch whose forward pass runs; None outside of a schedule."""
+        self._last_header: Sequence[int] = ()
+        """The last header that has come to the last part."""
         self._passed: tuple[Tensor | None, Tensor] | None = None
         self._waiting: dict[tuple[int, int], Pass] = {}
 
@@ -177,13 +180,13 @@ class PipelineStage:
         # outside of a schedule the passes of the other chunks run here too
         before = range(self._data_chunk)
         after = range(self._data_chunk + 1, len(self.chunks))
-        for chunk in () if self._in_schedule else before:
+        in_schedule = self._micro_batch is not None
+        for chunk in () if in_schedule else before:
             self._run(chunk, *self._receive())
-        assert not (self._in_schedule and self._passed), "a stage's loss may call hidden_states once"
+        assert not (in_schedule and self._passed), "a stage's loss may call hidden_states once"
         received = None
         if not self.is_first:
-            received, document_starts = self._receive()
-            edges.check_same_batch(received.shape[:2], input_ids.shape)
+            received, document_starts = self._receive_as_read(input_ids, document_starts)
         elif self._lengths is not None:
             document_starts = mark_padding(document_starts, self._lengths, input_ids.shape)
         x = received
@@ -193,7 +196,7 @@ class PipelineStage:
             document_starts = pack_token_values(document_starts, self._token_values(input_ids, document_starts))
         result = self._run(self._data_chunk, x, document_starts)
         self._passed = received, result
-        for chunk in () if self._in_schedule else after:
+        for chunk in () if in_schedule else after:
             self._run(chunk, *self._receive())
         self._document_starts = document_starts
         if self.is_last:
@@ -203,7 +206,7 @@ class PipelineStage:
     def _token_values(self, input_ids: Tensor, document_starts: Tensor | None) -> Tensor:
         if self.edited_ends is not None:
             assert self.prompt_lengths is not None, "the batches of the stage have no prompt lengths"
-            return chosen_tokens(tensor_of(self.prompt_lengths), document_starts, self.edited_ends)
+            return chosen_tokens(shared_tensor_of(self.prompt_lengths), document_starts, self.edited_ends)
         assert self.dropout_seed is not None
         return dropout.token_keys(input_ids, document_starts, self.dropout_seed, self.step)
 
@@ -328,7 +331,7 @@ class PipelineStage:
         Returns:
             The result of `loss`. It is the loss on the last stage only.
         """
-        self._in_schedule = True
+        self._micro_batch = action.micro_batch
         self._passed = None
         self._lengths = lengths if self.needs_padding_mask or self.observers is not None else None
         has_gradient = paddle.is_grad_enabled()
@@ -345,7 +348,7 @@ class PipelineStage:
         if has_gradient:
             total = total_of(terms) if terms is not None and self.is_last else None
             self._waiting[action.chunk, action.micro_batch] = Pass(*self._passed, total)
-        self._in_schedule = False
+        self._micro_batch = None
         self._passed = None
         self._lengths = None
         return terms
@@ -385,6 +388,7 @@ class PipelineStage:
         """Make the next rank leave `serve_forward_only`, if it is in the middle of the pipeline."""
         if self._channels is not None and self._mesh.coordinate["pp"] < self._mesh.degrees.pp - 2:
             self._channels.send_header(_STOP)
+            collective.others().header_sent(_STOP, 0)
 
     # one pass through a chunk, and the messages around it
 
@@ -399,12 +403,19 @@ class PipelineStage:
             y, _ = self.chunks[chunk].decode(
                 x, document_starts=clear_padding_marks(document_starts) if are_marked else document_starts
             )
-        pp = self._mesh.degrees.pp
-        part = chunk * pp + self._mesh.coordinate["pp"]
-        num_parts = len(self.chunks) * pp
-        if edges.target(part, num_parts, forward=True) is not None:
+        if not self._is_last_part(chunk):
             self._send(y, marks, chunk)
         return y
+
+    def _part(self, chunk: int) -> int:
+        return chunk * self._mesh.degrees.pp + self._mesh.coordinate["pp"]
+
+    @property
+    def _num_parts(self) -> int:
+        return len(self.chunks) * self._mesh.degrees.pp
+
+    def _is_last_part(self, chunk: int) -> bool:
+        return edges.target(self._part(chunk), self._num_parts, forward=True) is None
 
     def _send(self, y: Tensor, document_starts: Tensor | None, chunk: int = 0) -> None:
         """Send activations of a chunk to the next part. Under sequence parallel a rank sends its part of them, but all
@@ -413,10 +424,33 @@ class PipelineStage:
         length = 0 if document_starts is None else document_starts.shape[1]
         contents: dict[edges.Content, Tensor | None] = {"document_starts": document_starts, "activations": local}
         assert self._channels is not None
-        # in the order of `edges`, in which the next rank receives; the first message has the shapes of the others
-        self._channels.send_header([*local.shape, length, edges.dtype_code(local.dtype)], chunk)
-        for message in edges.messages(True, local.shape, length)[1:]:
+        # in the order of `edges`, in which the next rank receives; the header has the shapes of the others
+        header = [*local.shape, length, edges.dtype_code(local.dtype)]
+        if edges.has_header(self._part(chunk) + 1, self._num_parts, self._micro_batch):
+            self._channels.send_header(header)
+        collective.others().header_sent(header, chunk)
+        for message in edges.messages(True, local.shape, length, with_header=False):
             self._channels.send(contents[message.content], forward=True)
+
+    def _receive_as_read(self, input_ids: Tensor, document_starts: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What `_receive` returns, on the rank of the last part, which has read the micro-batch too.
+
+        Args:
+            input_ids: [B, L].
+            document_starts: of the rows that this rank has read.
+        """
+        if edges.has_header(self._part(self._data_chunk), self._num_parts, self._micro_batch):
+            received, starts = self._receive()
+            edges.check_same_batch(received.shape[:2], input_ids.shape)
+            return received, starts
+        rows, length = input_ids.shape
+        is_cut = self._mesh.degrees.tp > 1 and self._placements[0].is_shard()
+        # the first rank marks padding, and packs the values of tokens, by the same keys of the recipe
+        has_starts = document_starts is not None or self._lengths is not None or self._has_values
+        width, _, code = self._last_header[2:]
+        local = length // self._mesh.degrees.tp if is_cut else length
+        header = [rows, local, width, length if has_starts else 0, code]
+        return self._receive_with(collective.others().header(header))
 
     def _receive(self) -> tuple[Tensor, Tensor | None]:
         received = self._receive_or_stop()
@@ -426,9 +460,15 @@ class PipelineStage:
     def _receive_or_stop(self) -> tuple[Tensor, Tensor | None] | None:
         """Activations of the previous part and the document starts of their rows; None when it has sent a stop."""
         assert self._channels is not None
-        header = self._channels.receive_header()
+        header = collective.others().header(self._channels.receive_header())
         if header == _STOP:
             return None
+        self._last_header = header
+        return self._receive_with(header)
+
+    def _receive_with(self, header: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        """Activations and document starts of the sizes in a header."""
+        assert self._channels is not None
         *shape, length, code = header
         dtype = next(p.dtype for name, p in self.model.named_parameters() if not is_quantised_part(name))
         if code != edges.dtype_code(dtype):  # the sizes in bytes would differ
@@ -438,7 +478,7 @@ class PipelineStage:
                 "so it has to cast back results that it computes in another dtype"
             )
         contents: dict[edges.Content, Tensor] = {}
-        for message in edges.messages(True, shape, length)[1:]:
+        for message in edges.messages(True, shape, length, with_header=False):
             kind = "int64" if message.is_int64 else dtype
             contents[message.content] = self._channels.receive(list(message.shape), kind, forward=True)
         x = self._distribute(contents["activations"])

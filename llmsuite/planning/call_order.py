@@ -328,7 +328,8 @@ class _Rank:
         name = "activations" if action.forward else "gradients"
         channel = self._channels.setdefault(key, Group(f"channel of {name}", (key.sender, key.receiver)))
         which = f"of micro-batch {action.micro_batch} for part {to}{' in an evaluation' if evaluates else ''}"
-        for content in edges.contents(action.forward, self._documents):
+        with_header = edges.has_header(to, self._num_parts, action.micro_batch)
+        for content in edges.contents(action.forward, self._documents, with_header):
             size = (edges.HEADER_LENGTH,) if content == "header" else ()
             yield Call(channel, what, size, f"{content.replace('_', ' ')} {which}")
 

@@ -118,6 +118,8 @@ class Traffic:
                     self._experts(part, batch, with_backward=True)
                 if degrees.pp > 1:
                     self._edges(part, batch, with_backward=True)
+        self._times = 1
+        self._headers(len(batches))
         for prepass, passes in zip(model_prepasses(train_plan.profile), prepasses, strict=True):
             for batch, self._times in collections.Counter(passes).items():
                 for part in layout.parts_of(stage):
@@ -127,6 +129,8 @@ class Traffic:
                         self._experts(part, batch, with_backward=False)
                     if degrees.pp > 1:
                         self._edges(part, batch, with_backward=False)
+            self._times = 1
+            self._headers(len(passes))
         if layout.sharding == 3:
             self._times = len(batches)
             self._gathers(with_backward=True)
@@ -221,9 +225,20 @@ class Traffic:
         for forward in (True, False) if with_backward else (True,):
             if edges.target(part, num_parts, forward) is None:
                 continue
-            for message in edges.messages(forward, shape, documents_length):
+            for message in edges.messages(forward, shape, documents_length, with_header=False):
                 width = 8 if message.is_int64 else self._width
                 self._add(PIPELINE, "send", message.shape, _WHY_SENT[message.content], width=width)
+
+    def _headers(self, num_micro_batches: int) -> None:
+        """The headers of the activations in the passes over a global batch."""
+        num_parts = len(self._layout.bounds) - 1
+        for part in self._layout.parts_of(self._mesh.coordinate["pp"]):
+            to = edges.target(part, num_parts, forward=True)
+            if to is None:
+                continue
+            sent = [number for number in range(num_micro_batches) if edges.has_header(to, num_parts, number)]
+            shape = (edges.HEADER_LENGTH,)
+            self._add(PIPELINE, "send", shape, _WHY_SENT["header"], len(sent), width=8)
 
     # once a step
 

@@ -63,7 +63,7 @@ FLASH = {
 }
 ROTARY_SWIGLU = {"rotary": paddle_kernels.fused_rotary, "swiglu": paddle_kernels.fused_swiglu}
 RMS = {"rms_norm": paddle_kernels.fused_rms_norm}
-SQUARES = {"square_sum": paddle_kernels.one_read_square_sum}
+OF_GRADIENTS = {"square_sum": paddle_kernels.one_read_square_sum, "adamw": paddle_kernels.merged_adamw}
 PLAIN = forms(Ops(), OptimizerOps())
 KERNELS = {
     **{
@@ -126,9 +126,9 @@ IN_PARTS = {
         ("cpu with bf16", "fp32", {**KERNELS, **IN_PARTS}),
         ("cpu without bf16", "bf16", {**KERNELS, **BY_ROUNDING}),
         ("cpu with bf16", "bf16", {**KERNELS, **BY_INSTRUCTIONS}),
-        ("gpu", "fp32", {**ROTARY_SWIGLU, **RMS, **SQUARES}),  # flash attention takes 16-bit inputs only
-        ("gpu", "bf16", {**ROTARY_SWIGLU, **RMS, **SQUARES, **FLASH}),
-        ("gpu", "fp16", {**ROTARY_SWIGLU, **RMS, **SQUARES, **FLASH}),
+        ("gpu", "fp32", {**ROTARY_SWIGLU, **RMS, **OF_GRADIENTS}),  # flash attention takes 16-bit inputs only
+        ("gpu", "bf16", {**ROTARY_SWIGLU, **RMS, **OF_GRADIENTS, **FLASH}),
+        ("gpu", "fp16", {**ROTARY_SWIGLU, **RMS, **OF_GRADIENTS, **FLASH}),
         ("xpu", "fp32", ROTARY_SWIGLU),
         ("xpu", "bf16", {**ROTARY_SWIGLU, **FLASH}),
         ("xpu", "fp16", {**ROTARY_SWIGLU, **FLASH}),
@@ -156,7 +156,7 @@ RULES = {
 def test_paddle_splits_what_does_not_run_on_parts(name: str, precision: str) -> None:
     """Without an SPMD rule for an operation, every rank would gather the full input and compute the full output."""
     # gradients are summed on each rank's shards
-    for operation in BACKENDS[name].fused(precision) - SQUARES.keys():
+    for operation in BACKENDS[name].fused(precision) - OF_GRADIENTS.keys():
         try:
             get_phi_spmd_rule(RULES[operation])
             has_rule = True

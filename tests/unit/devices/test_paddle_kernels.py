@@ -9,7 +9,9 @@ import paddle
 import pytest
 
 from llmsuite.devices import optimizer_ops, paddle_kernels
-from llmsuite.devices.optimizer_ops import add_gradient
+from llmsuite.devices.optimizer_ops import OptimizerOps, add_gradient
+from llmsuite.parallel.optimizer import Optimizer
+from tests.support import alone, dpo_case
 
 
 def random(*shape: int, seed: int = 0) -> np.ndarray:
@@ -26,6 +28,69 @@ def test_squares_are_summed_in_one_read() -> None:
         assert abs(float(found) / expected - 1) < 1e-6
     low = [*tensors[1:], *(x.astype("bfloat16") for x in tensors[:1])]
     assert abs(float(paddle_kernels.one_read_square_sum(low, 1e-15)) / expected - 1) < 1e-2
+
+
+SHAPES = ([5, 7], [100, 33], [64], [3, 4], [9], [8, 8])
+UPDATES = 3
+"""Number of updates of each so far."""
+RATES = (1e-3, 1e-3, 1e-3, 1e-3, 2e-3, 1e-3)
+DECAYS = (0.1, 0.1, 0.0, 0.1, 0.0, 0.1)
+
+
+def state_of_adamw(betas: tuple[float, float]) -> list[list[Any]]:
+    """Parameters, gradients, both moments, and the powers of both betas."""
+    found: list[list[Any]] = [[paddle.to_tensor(random(*shape, seed=seed)) for shape in SHAPES] for seed in range(4)]
+    found[3] = [x.square() for x in found[3]]
+    return [*found, *([paddle.to_tensor([beta**UPDATES], dtype="float32") for _ in SHAPES] for beta in betas)]
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.99, 0.9)])
+def test_parameters_updated_together_are_those_of_one_after_the_other(
+    betas: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit by bit, also with other learning rates and decays."""
+    sizes = list[int]()
+    fused = paddle._C_ops.fused_adam_
+
+    def counted(parameters: list[Any], *others: Any) -> Any:
+        sizes.append(len(parameters))
+        return fused(parameters, *others)
+
+    monkeypatch.setattr(paddle._C_ops, "fused_adam_", counted)
+    together = state_of_adamw(betas)
+    single = state_of_adamw(betas)
+    with paddle.no_grad():
+        paddle_kernels.merged_adamw(*together[:2], 0.25, RATES, together[2:], betas, 1e-8, DECAYS)
+        for number in range(len(SHAPES)):
+            parameter, gradient, *slots = (each[number] for each in single)
+            gradient.scale_(0.25)
+            rate = paddle.full([1], RATES[number])
+            paddle_kernels._update_one(parameter, gradient, rate, slots, betas, 1e-8, DECAYS[number])
+    assert sizes == [4]
+    for own, expected in zip(together, single, strict=True):
+        assert all(np.array_equal(a.numpy(), b.numpy()) for a, b in zip(own, expected, strict=True))
+
+
+def test_an_optimizer_with_merged_updates_learns_the_same() -> None:
+    """Bit by bit as with Paddle's own updates; one layer has no gradient in the second step, and has had fewer updates
+    since. The others go on from a checkpoint after it."""
+    train = dpo_case.train_section(optimizer="adamw", weight_decay=0.1, max_grad_norm=1.0)
+    learnt = []
+    for ops in (OptimizerOps(), OptimizerOps(adamw=paddle_kernels.merged_adamw)):
+        paddle.seed(1)
+        layers = {name: paddle.nn.Linear(4, 3) for name in "ab"}
+        parameters = {f"{name}.{part}": p for name, x in layers.items() for part, p in x.named_parameters()}
+        optimizer = Optimizer(alone.shards(parameters), train, 3, ops=ops)
+        for step in range(1, 4):
+            x = paddle.to_tensor(random(2, 4, seed=step))
+            used = layers.values() if step != 2 else [layers["a"]]
+            sum(layer(x).square().sum() for layer in used).backward()
+            optimizer.finish_gradients(1.0)
+            optimizer.step(step)
+            if step == 2:
+                alone.load_state(optimizer, alone.state(optimizer))
+        learnt.append([p.numpy() for p in parameters.values()])
+    assert all(np.array_equal(own, other) for own, other in zip(*learnt, strict=True))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

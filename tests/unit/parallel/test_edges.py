@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from llmsuite.parallel.edges import Channel, Message, channels, incoming, messages, outgoing, source, target
+from llmsuite.parallel.edges import (
+    Channel,
+    Message,
+    channels,
+    has_header,
+    incoming,
+    messages,
+    outgoing,
+    source,
+    target,
+)
 
 
 @pytest.mark.parametrize(("line", "ring"), [([0, 2], False), ([0, 2], True), ([1, 3, 5, 7], False), ([1, 3, 5], True)])
@@ -36,3 +46,8 @@ def test_shapes_come_first_and_gradients_need_none() -> None:
     assert with_documents[1] == Message("document_starts", (2, 10))
     assert [message.is_int64 for message in with_documents] == [True, True, False]
     assert messages(False, [2, 5, 8], 10) == [Message("gradients", (2, 5, 8))]
+    assert messages(True, [2, 5, 8], 10, with_header=False) == with_documents[1:]
+
+
+def test_the_last_part_gets_one_header_in_the_passes_over_a_batch() -> None:
+    assert [has_header(to, 4, micro_batch) for to in (2, 3) for micro_batch in (None, 0, 1)] == [True] * 5 + [False]

@@ -24,9 +24,11 @@ class Neighbours(p2p.P2PChannels):
 
     def __init__(self, *messages: Any):
         self.messages = [paddle.to_tensor(m) for m in messages]
+        self.asked = list[list[int]]()
         self.sent = list[Any]()
 
     def receive(self, shape: list[int], dtype: Any, forward: bool) -> Any:
+        self.asked.append(shape)
         return self.messages.pop(0)
 
     def send(self, value: Any, forward: bool) -> None:
@@ -58,6 +60,41 @@ def test_ranks_that_read_other_data_are_noticed() -> None:
         UserError, match=r"sends a micro-batch of \[2, 4\] tokens, the last one has read one of \[2, 5\]"
     ):
         stage.hidden_states(paddle.zeros([2, 5], dtype="int64"))
+
+
+class Last(Doubling):
+    """A model whose loss is the sum of the states of the last rank."""
+
+    def final_norm(self, x: Any) -> Any:
+        return x
+
+
+@pytest.mark.parametrize("starts", [None, [[0, 0, 2]]])
+def test_the_last_rank_knows_the_shapes_that_it_has_read(starts: Any) -> None:
+    """Of the first micro-batch they come along, and are compared."""
+    first = ([1, 2, 1, 0, 0], [[[1.0], [2.0]]])
+    second = ([[[1.0], [2.0], [3.0]]],) if starts is None else (starts, [[[1.0], [2.0], [3.0]]])
+    edges: Any = Neighbours(*first, *second)
+    stage = PipelineStage([Last()], Mesh(Degrees(2, 1, 1, 1), 1), 1, [], edges)
+    given = None if starts is None else paddle.to_tensor(starts)
+
+    def states(length: int, document_starts: Any = None) -> Any:
+        return stage.hidden_states(paddle.zeros([1, length], dtype="int64"), document_starts)[0].sum()
+
+    with paddle.no_grad():
+        stage.forward(Action(True, 0), lambda: states(2))
+        stage.forward(Action(True, 1), lambda: states(3, given))
+    assert edges.asked == [[5], [1, 2, 1], *([] if starts is None else [[1, 3]]), [1, 3, 1]]
+    assert not edges.messages
+
+
+def test_the_rank_before_the_last_sends_one_header() -> None:
+    edges: Any = Neighbours()
+    stage = PipelineStage([Doubling()], Mesh(Degrees(2, 1, 1, 1), 0), 2, [], edges)
+    for number in (0, 1):
+        stage._micro_batch = number
+        stage._send(paddle.zeros([1, 1, 2]), None)
+    assert edges.sent == [[1, 1, 2, 0, 0], [[[0.0, 0.0]]], [[[0.0, 0.0]]]]
 
 
 @pytest.mark.parametrize(("dtype", "code", "sent"), [("bfloat16", 0, "float32"), ("float32", 2, "float16")])

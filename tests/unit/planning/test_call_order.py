@@ -138,7 +138,7 @@ def _short(kind: Any, stages: int, count: int, chunks: int) -> Sequence[Sequence
 @pytest.mark.parametrize(
     ("schedule", "said"),
     [
-        (_swapped, "makes receive [5] (header of micro-batch 1 for part 1)"),
+        (_swapped, "makes receive (activations of micro-batch 1 for part 1)"),
         (_late, "ranks wait for each other for ever: rank 0 waits in receive (gradients of micro-batch 0 for part 0)"),
         (_short, "makes none"),
     ],
