@@ -1,4 +1,4 @@
-"""What is installed, in a line: the version of llmsuite, its commit, and the version of Paddle. Imports no Paddle."""
+"""The line of `llmsuite --version`: llmsuite, its commit, and Paddle, which is not imported."""
 
 from __future__ import annotations
 

@@ -79,10 +79,12 @@ def _run(words: list[str]) -> int:
     name = words.pop(at)
     if name not in registry.commands:
         raise UserError(registry.unknown("command", name))
-    kind, command, prog = "command", registry.commands[name], f"llmsuite {name}"
-    if name == _RECIPE and (further := _pop_recipe_command(words, registry)) is not None:
-        kind, command, prog = "recipe command", further, f"{prog} {further.name}"
-    return _run_command(kind, command, prog, words, registry)
+    further = None
+    if name == _RECIPE:
+        further = _pop_recipe_command(words, registry)
+    if further is not None:
+        return _run_command("recipe command", further, f"llmsuite {name} {further.name}", words, registry)
+    return _run_command("command", registry.commands[name], f"llmsuite {name}", words, registry)
 
 
 def _run_command(kind: str, command: Command, prog: str, words: list[str], registry: Registry) -> int:

@@ -117,7 +117,7 @@ def run(args: Any, registry: Registry) -> int:
 
 
 def _smoke_words(plan: RunPlan) -> str:
-    """What a smoke run has instead of what its recipe names."""
+    """Words for the model, the data and the mesh that a smoke run has in place of those of its recipe."""
     from llmsuite.recipe.smoke import overrides_data, overrides_reward
 
     reduced = f", instead of {plan.smoke_of}" if plan.smoke_of != plan.parallel.degrees else ""

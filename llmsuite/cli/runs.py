@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -79,24 +79,33 @@ def list_runs(
     """
     rows = {run.directory: _facts(run) for run in runs}
     known = {name for facts in rows.values() for name in facts}
-    for option, names in (("--columns", columns), ("--sort", [sort] if sort else [])):
-        if runs and (unknown := [name for name in names if name not in known]):
-            hint = suggestion(unknown[0], sorted(known))
-            raise UserError(f"{option}: no run has {unknown[0]!r}; {hint}name a key of a recipe or a metric".strip())
+    if runs:
+        _check_columns("--columns", columns, known)
+        _check_columns("--sort", [sort] if sort else [], known)
     if sort:
         present = [path for path, facts in rows.items() if facts.get(sort) is not None]
         missing = [path for path in rows if path not in present]
         order = sorted(present, key=lambda path: _order(rows[path][sort]), reverse=descending)
         rows = {path: rows[path] for path in [*order, *missing]}
+    chosen = [(str(path), list(map(facts.get, columns))) for path, facts in rows.items()]
     if as_json:
-        print_json([{"run": str(path)} | {name: facts.get(name) for name in columns} for path, facts in rows.items()])
+        print_json([{"run": path, **dict(zip(columns, values))} for path, values in chosen])
         return 0
     if not runs:
         print("no runs")
         return 0
-    head = ("run", *(_HEADS.get(name, name) for name in columns))
-    print_table(head, [(str(path), *(_text(facts.get(name)) for name in columns)) for path, facts in rows.items()])
+    print_table(
+        ("run", *(_HEADS.get(name, name) for name in columns)), [(path, *map(_text, values)) for path, values in chosen]
+    )
     return 0
+
+
+def _check_columns(option: str, names: Sequence[str], known: Collection[str]) -> None:
+    """Raise UserError for a column that no run has."""
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        hint = suggestion(unknown[0], sorted(known))
+        raise UserError(f"{option}: no run has {unknown[0]!r}; {hint}name a key of a recipe or a metric")
 
 
 def _facts(run: Run) -> dict[str, Any]:
@@ -141,10 +150,16 @@ def _show(run: Run, as_json: bool) -> int:
     return 0
 
 
+def _last_values(runs: Sequence[Run], metric: str) -> list[float | None]:
+    """Return the last value of a metric in each run; None where a run has none."""
+    series = [run.series(metric)[1] for run in runs]
+    return [values[-1] if values else None for values in series]
+
+
 def _compare(runs: Sequence[Run], as_json: bool) -> int:
     from llmsuite.observe.runs import differing_keys
 
-    last = {name: [next(iter(run.series(name)[1][-1:]), None) for run in runs] for name in _COMPARED}
+    last = {name: _last_values(runs, name) for name in _COMPARED}
     steps = [run.steps[-1]["step"] if run.steps else None for run in runs]
     differing = differing_keys(*(run.recipe for run in runs))
     if as_json:

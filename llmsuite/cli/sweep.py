@@ -67,7 +67,8 @@ def run(args: Any, registry: Registry) -> int:
 
 def split_axes(overrides: Sequence[str]) -> tuple[list[list[str]], list[str]]:
     """Part the overrides into those with several values, each as a list of overrides with one value, and the others."""
-    axes, fixed = [], []
+    axes: list[list[str]] = []
+    fixed: list[str] = []
     for override in overrides:
         key, _, text = override.partition("=")
         values = split_values(text)
@@ -191,8 +192,10 @@ def _show(trials: Sequence[_Trial], keys: str, root: Path) -> int:
     if not runs:
         return 0
     is_evaluated = any(run.series("eval/loss")[0] for run in runs)
-    columns, best = f"{keys},status,step,loss", "loss"
+    columns = f"{keys},status,step,loss"
+    best = "loss"
     if is_evaluated:
-        columns, best = f"{columns},eval/loss", "eval/loss"
+        best = "eval/loss"
+        columns = f"{columns},{best}"
     print(f"\nllmsuite runs list {root} --columns {columns} --sort {best}")
     return list_runs(runs, columns.split(","), best)

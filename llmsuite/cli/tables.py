@@ -1,4 +1,4 @@
-"""What commands print about things that they read: tables for people, JSON for programs."""
+"""Output of commands that read something: tables for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ def print_json(data: Any) -> None:
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print rows of texts in columns that are two spaces apart, below a head unless it is empty."""
-    table = [[printable(cell).replace("\n", " ") for cell in row] for row in ([head, *rows] if head else rows)]
+    table: list[list[str]] = []
+    for row in [head, *rows] if head else rows:
+        table.append([printable(cell).replace("\n", " ") for cell in row])
     widths = [max(map(len, column)) for column in zip(*table)]
     for row in table:
         print("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths)).rstrip())

@@ -17,7 +17,7 @@ from llmsuite.planning.rollouts import stores_matrices
 from llmsuite.planning.search import Fitting, Rejected
 
 _COLUMNS = ("parameters", "masters", "moments", "gradients", "activations", "buffers", "peak")
-"""What `_parts` returns."""
+"""Names of the figures of `_parts`."""
 
 
 def show_plan(found: Estimate, memory: float | None, device: Hardware | None) -> Iterator[str]:
