@@ -38,7 +38,7 @@ def add_arguments(parser: Any) -> None:
 def run(args: Any, registry: Registry) -> int:
     from llmsuite.observe.plots import plot_schedule
     from llmsuite.planning.call_order import check_order, summary
-    from llmsuite.planning.cost import hardware
+    from llmsuite.planning.cost import MEMORY_LEFT, hardware
     from llmsuite.planning.estimate import estimate
     from llmsuite.planning.report import plan_data, show_plan, show_search
     from llmsuite.planning.search import device_words, plan_for_search, search
@@ -69,7 +69,9 @@ def run(args: Any, registry: Registry) -> int:
         "memory_bandwidth": _amount("--memory_bandwidth", args.memory_bandwidth, "bytes/s"),
     }
     device = hardware(args.hardware, **amounts)
-    memory = amounts["memory"] or (device.memory if device is not None and args.hardware else None)
+    memory = amounts["memory"]
+    if memory is None and device is not None and args.hardware:
+        memory = device.memory - MEMORY_LEFT
     if args.search:
         if memory is None or device is None:
             raise UserError("--search: needs a device: --hardware, or --memory, --flops and --bandwidth")

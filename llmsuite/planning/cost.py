@@ -49,6 +49,8 @@ HARDWARE = {
 }
 
 
+MEMORY_LEFT = 2 << 30
+"""Bytes of a device that its driver and NCCL take, and freed memory in pieces that no later tensor fits into."""
 HOST_LINK = 50e9
 """Bytes/s between a device and its host, over PCIe 5."""
 NAMES = {

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 _WORDS = "LLMSUITE_REHEARSE_OVERRIDES"
 """Environment variable with the overrides of the layout that the process of a rank rehearses, as JSON."""
-_LEFT = 2 << 30
-"""Bytes of a device that are left to its driver and to NCCL."""
 _NOTHING_FITS = 3
 
 
@@ -53,6 +51,7 @@ def run(args: Any, registry: Registry) -> int:
         plan = plan_to_rehearse(args.recipe, json.loads(os.environ[_WORDS]), registry)
         return run_rank_of(plan, registry, "balanced", args.hardware)
     check_output(args.recipe, args.output)
+    from llmsuite.planning.cost import MEMORY_LEFT
     from llmsuite.planning.search import Fitting, candidates_of, device_words, plan_for_search, refine, search_all
     from llmsuite.plugins.rehearse.show_tuned import Result, recommended, show_changes, show_results, show_ruled_out
 
@@ -60,7 +59,7 @@ def run(args: Any, registry: Registry) -> int:
     given = [*device_words(args.devices), *args.overrides]
     plan = plan_for_search(args.recipe, given, registry)
     plan.check_trains("recipe tune")
-    limit = device.memory - _LEFT
+    limit = device.memory - MEMORY_LEFT
     candidates = candidates_of(plan.loaded, plan.model, plan.data, plan.parallel, plan.train, limit, device)
     own = _own_layout(args.recipe, given, registry, candidates)
     _say("searching layouts")
@@ -188,13 +187,15 @@ def _rehearse(args: Any, words: Sequence[str], registry: Registry) -> Rehearsed:
 
 def _nearest(rejected: Sequence[Rejected], limit: float) -> str:
     """The message that nothing fits."""
+    from llmsuite.planning.cost import MEMORY_LEFT
+
     nearest = min(rejected, key=lambda other: other.peak, default=None)
     gib = 2.0**30
     if nearest is None or nearest.peak == float("inf"):
         reasons = sorted({other.reason for other in rejected})
         return f"no layout is possible: {'; '.join(reasons[:3])}"
     return (
-        f"no layout fits in {limit / gib:.1f} GiB ({_LEFT >> 30} GiB are left to the driver and NCCL), even with the "
-        f"optimizer's state in host memory; nearest is {nearest.strategy}, which takes {nearest.peak / gib:.1f} GiB, "
-        f"{(nearest.peak - limit) / gib:.1f} GiB too much; give more --devices, or shorten data.max_length"
+        f"no layout fits in {limit / gib:.1f} GiB ({MEMORY_LEFT >> 30} GiB are left to the driver and NCCL), even with "
+        f"the optimizer's state in host memory; nearest is {nearest.strategy}, which takes {nearest.peak / gib:.1f} "
+        f"GiB, {(nearest.peak - limit) / gib:.1f} GiB too much; give more --devices, or shorten data.max_length"
     )

@@ -260,7 +260,8 @@ def test_amounts_of_another_unit_are_refused(text: str, unit: Unit) -> None:
 def test_the_command_says_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", RECIPE, "--hardware", "a100"]) == 0
     said = capsys.readouterr().out
-    for part in ("memory of a rank", "messages of a rank in a step", "pipeline 1F1B", "tokens a day", "a checkpoint:"):
+    parts = ("memory of a rank", "fits in 72.5 GiB", "messages of a rank in a step", "pipeline 1F1B", "tokens a day")
+    for part in (*parts, "a checkpoint:"):
         assert part in said
     assert main(["plan", RECIPE, "--hardware", "abacus"]) == 2
     assert "--hardware: 'abacus' is not known" in capsys.readouterr().err
