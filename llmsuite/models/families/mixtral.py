@@ -89,8 +89,8 @@ class MixtralConfig(DenseConfig):
 
 # huggingface.co/mistralai/Mixtral-8x7B-v0.1 and Mixtral-8x7B-Instruct-v0.1, Mixtral-8x22B-v0.1, config.json
 PRESETS: dict[str, dict[str, Any]] = {
-    "mixtral-8x7b": {"max_position_embeddings": 32768},
-    "mixtral-8x22b": {
+    "mixtral-8x7b-v0.1": {"max_position_embeddings": 32768},
+    "mixtral-8x22b-v0.1": {
         "hidden_size": 6144,
         "intermediate_size": 16384,
         "num_hidden_layers": 56,

@@ -73,8 +73,8 @@ PUBLISHED = {
     "mistral-7b-v0.3": 7.248e9,
     "mistral-nemo-12b": 12.25e9,
     "smollm2-135m": 0.1345e9,
-    "mixtral-8x7b": 46.70e9,
-    "mixtral-8x22b": 140.6e9,
+    "mixtral-8x7b-v0.1": 46.70e9,
+    "mixtral-8x22b-v0.1": 140.6e9,
     "digits": 431e3,  # ours
     "gemma-2-2b": 2.614e9,
     "gemma-2-9b": 9.242e9,

@@ -91,7 +91,7 @@ def _refuse_model_defaults(run: Conversion, preset: str | None) -> None:
 def family_targets(run: Conversion) -> dict[str, Any]:
     """Return `lora.target_modules` where PaddleNLP's `get_lora_target_modules` differs from the default here, which is
     every matrix except those of routed experts."""
-    if run.family.name == "qwen_moe":  # includes the routed experts, excludes the gate of the shared one
+    if run.family.name in ("mixtral", "qwen_moe"):  # includes the routed experts, excludes the gate of the shared one
         return {"target_modules": [f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down")]}
     if run.family.name == "ernie_moe":
         run.refuse("lora", True, "PaddleNLP defines no adapter matrices for this family")
@@ -273,7 +273,7 @@ def lora(run: Conversion) -> dict[str, Any]:
         rslora = False
         ratio = 1
         del lora["alpha"]
-    if run.family.name == "qwen_moe" and loraga:
+    if run.family.name in ("mixtral", "qwen_moe") and loraga:
         why = "routed experts get adapters there, and few tokens reach each of them: lora.init, lora.target_modules"
         run.refuse("loraga", loraga, why)
     methods = [name for name, is_set in (("mixer", mixer), ("dora", dora), ("mora", mora)) if is_set]
