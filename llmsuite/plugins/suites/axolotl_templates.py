@@ -59,9 +59,11 @@ def text_of(template: str, model: str, ends: list[str]) -> str | None:
     form, system = _TEMPLATES[template]
     begin, after_role = form.role
     token = form.end.removesuffix("\\n")
-    inside, outside = ("", form.end)
+    inside = ""
+    outside = form.end
     if token in (eos, *ends):
-        inside, outside = (f" + '{token}'", form.end.removeprefix(token))
+        inside = f" + '{token}'"
+        outside = form.end.removeprefix(token)
     trim = " | trim" if form is LLAMA_3 else ""
     first = f"{{{{- '{form.before}' }}}}" if form.before else ""
     if system is not None:

@@ -56,7 +56,7 @@ _OF_LAST_ROUND = (
     "{%- if not loop.last %}{%- set content = content.split('</think>')[-1] | trim %}"
     f"{_EMPTY_THOUGHT.replace('{%- if', '{%- elif', 1)}"
 )
-"""What becomes of an answer of Qwen3 where only the last one is trained on: earlier ones have no thoughts."""
+"""Text that changes answers of Qwen3 where only the last one is trained on: earlier ones have no thoughts."""
 _NAMED: dict[str, str | None] = {
     "qwen": _QWEN_2_SYSTEM,
     "qwen2_5": _QWEN_2_5_SYSTEM,

@@ -15,7 +15,7 @@ KEEPS_ENDS = {"end_of_answer": "template"}
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What is written around turns. The parts are in quotes of Jinja, where \\n is a line break."""
+    """Texts around turns. They are in quotes of Jinja, where \\n is a line break."""
 
     before: str
     """In front of all turns."""
