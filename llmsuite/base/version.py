@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 from llmsuite import __version__
+from llmsuite.base.safe_files import exists, is_file
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _PADDLES = ("paddlepaddle", "paddlepaddle-gpu", "paddlepaddle-xpu")
@@ -30,9 +31,9 @@ def find_commit(package: Path) -> str:
         package: the directory `llmsuite`, in a checkout or of an installation.
     """
     recorded = package / "_bundled" / "commit"
-    if recorded.is_file():
+    if is_file(recorded):
         return recorded.read_text(encoding="utf-8").strip()
-    if not (package.parent / ".git").exists():
+    if not exists(package.parent / ".git"):
         return ""
     command = ["git", "-C", str(package.parent), "rev-parse", "--short=8", "HEAD"]
     try:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from llmsuite.launch.ranks import Work
     from llmsuite.launch.restarts import Restarts
     from llmsuite.recipe.load import LoadedRecipe
+    from llmsuite.recipe.plans import DataPlan, ModelPlan, ParallelPlan, TrainPlan
     from llmsuite.recipe.resolve import RunPlan
 
 
@@ -96,7 +97,8 @@ def run(args: Any, registry: Registry) -> int:
     if reason := backend.unavailable(local_ranks):
         raise RecipeError([plan.loaded.problem("device", f"{backend.name}: {reason}")])
     if args.smoke:
-        print(f"smoke run of {args.recipe}: {_smoke_words(plan)}", flush=True)
+        words = _smoke_words(plan.loaded, plan.model, plan.data, plan.parallel, plan.train)
+        print(f"smoke run of {args.recipe}: {words}", flush=True)
     for key, path in code_files(plan.recipe):
         print(f"{key}: runs the code in {path}", flush=True)
     for note in run_notes(plan.data, plan.train, plan.parallel.device.name):
@@ -116,16 +118,18 @@ def run(args: Any, registry: Registry) -> int:
         return _note_end(plan.output_dir, code, num_before, plan.train.stage.trains and machine == 0)
 
 
-def _smoke_words(plan: RunPlan) -> str:
+def _smoke_words(
+    loaded: LoadedRecipe, model: ModelPlan, data: DataPlan, parallel: ParallelPlan, train: TrainPlan
+) -> str:
     """Words for the model, the data and the mesh that a smoke run has in place of those of its recipe."""
     from llmsuite.recipe.smoke import overrides_data, overrides_reward
 
-    reduced = f", instead of {plan.smoke_of}" if plan.smoke_of != plan.parallel.degrees else ""
-    mesh = f"mesh {plan.parallel.degrees} on cpu{reduced}"
-    data = str(plan.data.train_file) if overrides_data(plan.loaded, plan.train.stage) else "embedded data"
-    if "reward" in plan.train.stage.smoke and not overrides_reward(plan.loaded):
-        data += f", reward {', '.join(plan.train.stage.smoke['reward']['functions'])} instead of the recipe's"
-    return f"tiny {plan.model.family.name}, {data}, {mesh}"
+    reduced = f", instead of {loaded.smoke_of}" if loaded.smoke_of != parallel.degrees else ""
+    mesh = f"mesh {parallel.degrees} on cpu{reduced}"
+    rows = str(data.train_file) if overrides_data(loaded, train.stage) else "embedded data"
+    if "reward" in train.stage.smoke and not overrides_reward(loaded):
+        rows += f", reward {', '.join(train.stage.smoke['reward']['functions'])} instead of the recipe's"
+    return f"tiny {model.family.name}, {rows}, {mesh}"
 
 
 def _machine(loaded: LoadedRecipe, is_smoke: bool) -> tuple[int, str]:

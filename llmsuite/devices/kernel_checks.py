@@ -151,17 +151,23 @@ def _adamw(ops: Ops, optimizer_ops: OptimizerOps, inputs: Sequence[Tensor]) -> T
     """The first update of two parameters with a gradient each; both parameters in one tensor."""
     matrix, vector, *gradients = (x.detach().astype("float32") * 1.0 for x in inputs)
     parameters = [matrix, vector]
-    rate, decays, betas, epsilon = 0.01, (0.1, 0.0), (0.9, 0.999), 1e-8
+    rate = 0.01
+    decays = (0.1, 0.0)
+    betas = (0.9, 0.999)
+    epsilon = 1e-8
     with paddle.no_grad():
         if optimizer_ops.adamw is None:
             # Loshchilov and Hutter 2019, arXiv 1711.05101: after the first update the corrected moments are g and g^2
             for x, g, decay in zip(parameters, gradients, decays):
                 x.copy_(x * (1 - rate * decay) - rate * g / (g.abs() + epsilon), False)
         else:
-            moments = [[paddle.zeros_like(x) for x in parameters] for _ in betas]
-            powers = [[tensor_of([beta], "float32", paddle.CPUPlace()) for _ in parameters] for beta in betas]
+            slots = []
+            for _ in betas:
+                slots.append([paddle.zeros_like(x) for x in parameters])
+            for beta in betas:
+                slots.append([tensor_of([beta], "float32", paddle.CPUPlace()) for _ in parameters])
             rates = [rate] * len(parameters)
-            optimizer_ops.adamw(parameters, gradients, 1.0, rates, [*moments, *powers], betas, epsilon, decays)
+            optimizer_ops.adamw(parameters, gradients, 1.0, rates, slots, betas, epsilon, decays)
     return paddle.concat([x.flatten() for x in parameters])
 
 

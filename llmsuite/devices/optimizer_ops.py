@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import paddle
 
 from llmsuite.base.typing import Tensor
 
+T = TypeVar("T")
 CHUNK = 1 << 22
 """Elements of a 16-bit tensor that are in float32 at a time."""
 
@@ -44,6 +46,11 @@ def scale(x: Tensor, factor: float) -> None:
     flat = x.flatten()
     parts = [flat[i : i + CHUNK].astype("float32").scale_(factor).astype(x.dtype) for i in range(0, x.size, CHUNK)]
     x.copy_(paddle.concat(parts).reshape(x.shape), False)
+
+
+def taken(values: Sequence[T], numbers: Sequence[int]) -> list[T]:
+    """Return the values at these indices: those of the parameters that are updated together."""
+    return [values[number] for number in numbers]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from llmsuite.base.typing import Tensor
 from llmsuite.devices.local_parts import have_same_layout, is_split, local_constant, on_local_rows, on_local_shards
 from llmsuite.devices.masks import document_spans
 from llmsuite.devices.ops import rms_norm
-from llmsuite.devices.optimizer_ops import square_sum
+from llmsuite.devices.optimizer_ops import square_sum, taken
 
 _last_joined: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 """Arguments and results of the last call of `_for_both_halves`."""
@@ -148,7 +148,9 @@ def merged_adamw(
         alone = number if parameter.size > _MOST_MERGED else -1
         groups.setdefault((rates[number], decays[number], alone), []).append(number)
     for (rate, decay, _), members in groups.items():
-        own, given, *state = ([each[number] for number in members] for each in (parameters, gradients, *slots))
+        own = taken(parameters, members)
+        given = taken(gradients, members)
+        state = [taken(slot, members) for slot in slots]
         step = paddle.full([1], rate, "float32")
         if len(members) > 1:
             _update_together(own, given, step, state, betas, epsilon, decay)

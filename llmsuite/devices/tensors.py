@@ -76,7 +76,8 @@ def tensors_of(arrays: Sequence[np.ndarray]) -> list[Tensor]:
         buffer[begin : begin + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view("uint8")
     there = _sent(_filled(buffer, paddle.CPUPlace()), place)
     # the whole buffer in each dtype first: of a part of it, Paddle 3.3.1 finds the wrong address in another dtype
-    of_dtype = {name: there.view(name) for name in {array.dtype.name for array in joined}}
+    names = {array.dtype.name for array in joined}
+    of_dtype = {name: there.view(name) for name in names}
     parts = {id(array): _part(of_dtype[array.dtype.name], array, begin) for array, begin in zip(joined, begins)}
     return [parts[id(array)] if id(array) in parts else tensor_of(array) for array in arrays]
 

@@ -81,7 +81,8 @@ class DenseMtpNames(DenseNames):
     """`DenseNames` of a family whose files may have MTP layers (`llmsuite.models.mtp`)."""
 
     def hf_tensors(self, name: str, config: DenseConfig) -> HfTensors:
-        """As `DenseNames.hf_tensors`; published MTP layers have copies of the embedding and the output projection."""
+        """The tensor of an HF model that holds a parameter; published MTP layers have copies of the embedding and the
+        output projection."""
         copies = tuple(mtp_copies(config).get(name, ()))
         return dataclasses.replace(super().hf_tensors(name, config), copies=copies)
 

@@ -14,7 +14,7 @@ from llmsuite.base.spans import spanned
 from llmsuite.base.typing import Tensor
 from llmsuite.contract.schema.recipe import TrainSection
 from llmsuite.devices.base import DeviceBackend
-from llmsuite.devices.optimizer_ops import OptimizerOps
+from llmsuite.devices.optimizer_ops import OptimizerOps, taken
 from llmsuite.devices.tensors import array_of, tensor_of
 from llmsuite.parallel import collective
 from llmsuite.parallel.base_optimizer import MASTER, PADDLE_CLASSES, BaseOptimizer, OptimizerClasses, StateTensor
@@ -33,7 +33,7 @@ class _KernelAdamW(paddle.optimizer.AdamW):
         super().__init__(**options)
         self._kernel = update
         self._ages: dict[str, tuple[float, int]] = {}
-        """Of each parameter: the power of a beta before the first update here, and the number of updates since."""
+        """Power of a beta before the first update here, and number of updates since, by the name of a parameter."""
 
     def set_state_dict(self, state_dict: Any) -> None:
         super().set_state_dict(state_dict)
@@ -63,13 +63,19 @@ class _KernelAdamW(paddle.optimizer.AdamW):
         for number, power in enumerate(slots[2] if betas[0] > betas[1] else slots[3]):
             of_same_age.setdefault(self._next_age(parameters[number].name, power), []).append(number)
         for members in of_same_age.values():
-            own, given, own_rates, own_decays, *own_slots = (
-                [each[number] for number in members] for each in (parameters, gradients, rates, decays, *slots)
+            self._kernel(
+                taken(parameters, members),
+                taken(gradients, members),
+                factor,
+                taken(rates, members),
+                [taken(slot, members) for slot in slots],
+                betas,
+                self._epsilon,
+                taken(decays, members),
             )
-            self._kernel(own, given, factor, own_rates, own_slots, betas, self._epsilon, own_decays)
 
     def _next_age(self, name: str, power: Tensor) -> tuple[float, int]:
-        """What parameters with the same number of updates have in common; counts one more update."""
+        """Return a key that parameters with the same number of updates share, and count one more update."""
         if name not in self._ages:  # once, not in each update: it may wait for a device
             self._ages[name] = float(array_of(power).reshape(-1)[0]), 0
         first, count = self._ages[name]

@@ -433,7 +433,7 @@ class PipelineStage:
             self._channels.send(contents[message.content], forward=True)
 
     def _receive_as_read(self, input_ids: Tensor, document_starts: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """What `_receive` returns, on the rank of the last part, which has read the micro-batch too.
+        """Receive the input of the last part, as `_receive` does, on its rank, which has read the micro-batch too.
 
         Args:
             input_ids: [B, L].

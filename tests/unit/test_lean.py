@@ -31,7 +31,7 @@ OF_THEIR_OWN = {
     "llmsuite.serving": {"fastapi", "uvicorn", "prometheus_client"},
     "llmsuite.inference.harness": {"lm_eval"},
     "llmsuite.rl.verifiers_environment": {"verifiers"},
-    "llmsuite.base.hub.limited": {"requests", "urllib3"},  # huggingface_hub before version 1 needs both
+    "llmsuite.base.hub.limited": {"urllib3"},  # huggingface_hub before version 1 needs it
 }
 """Modules that are imported when somebody asks for what they do, and what they need."""
 
