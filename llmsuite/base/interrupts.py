@@ -13,9 +13,10 @@ from types import FrameType
 def held_interrupts() -> Iterator[None]:
     """Context in which Ctrl-C has no effect before its end.
 
-    For code in which Paddle runs Python inside C++, such as the construction of a program, where it records the call
-    stack of each operation: an exception of a signal handler there is a segmentation fault (Paddle 3.3.1). Outside the
-    main thread, and where SIGINT has no handler in Python, nothing is changed, as no exception is raised there.
+    For code that removes what it has made; and for code in which Paddle runs Python inside C++, such as the
+    construction of a program, where it records the call stack of each operation: an exception of a signal handler there
+    is a segmentation fault (Paddle 3.3.1). Outside the main thread, and where SIGINT has no handler in Python, nothing
+    is changed, as no exception is raised there.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from llmsuite.base.errors import UserError
+from llmsuite.base.interrupts import held_interrupts
 
 LOCK = ".lock"
 """Name of the file that is locked for a directory."""
@@ -152,8 +153,15 @@ def scratch_directory(prefix: str = "llmsuite-") -> Iterator[Path]:
     """A temporary directory of this process, which is removed at the end. Those of processes that have died are
     removed too."""
     _remove_dead(prefix)
-    with tempfile.TemporaryDirectory(prefix=prefix) as directory, lock_directory(Path(directory)):
-        yield Path(directory)
+    # a second Ctrl-C while the first one is dealt with would leave a part of the directory
+    with held_interrupts():
+        scratch = tempfile.TemporaryDirectory(prefix=prefix)
+    try:
+        with lock_directory(Path(scratch.name)):
+            yield Path(scratch.name)
+    finally:
+        with held_interrupts():
+            scratch.cleanup()
 
 
 def _remove_dead(prefix: str) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import math
 import shlex
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +15,7 @@ from llmsuite.base.hub.fetch import fetch
 from llmsuite.base.hub.listing import Want
 from llmsuite.base.hub.local_copies import cached
 from llmsuite.base.hub.names import hub_name
+from llmsuite.base.locks import scratch_directory
 from llmsuite.base.resources import find
 from llmsuite.base.safe_files import exists, is_file
 from llmsuite.base.suggestions import final_suggestion
@@ -165,8 +165,8 @@ def _problems(recipe: Mapping[str, Any], registry: Registry) -> list[str]:
 @contextlib.contextmanager
 def _planned(recipe: Mapping[str, Any], registry: Registry) -> Iterator[RunPlan]:
     """The plan of a recipe that is not written yet, from a temporary file."""
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "recipe.json"
+    with scratch_directory() as directory:
+        path = directory / "recipe.json"
         write_recipe(recipe, path)
         yield plan_run(path, [], registry)
 

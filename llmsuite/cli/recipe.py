@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from llmsuite.base.errors import RecipeError, UserError
+from llmsuite.base.locks import scratch_directory
 from llmsuite.base.safe_files import exists
 from llmsuite.contract.registry import Registry
 from llmsuite.contract.specs import ConversionOptions, ConvertedRecipe, SuiteSpec
@@ -133,8 +133,8 @@ def _print_report(found: ConvertedRecipe, stream: TextIO) -> None:
 
 def _write_or_print(recipe: dict[str, Any], output: str | None, registry: Registry) -> list[str]:
     """Write or print a recipe; returns the problems to fix before it is valid."""
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "recipe.json"
+    with scratch_directory() as directory:
+        path = directory / "recipe.json"
         write_recipe(recipe, path)
         try:
             plan = plan_run(path, [], registry)

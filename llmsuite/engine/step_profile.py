@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ import paddle.profiler
 from llmsuite.base import spans
 from llmsuite.base.errors import UserError
 from llmsuite.base.files import os_errors, temporary_path
+from llmsuite.base.locks import scratch_directory
 from llmsuite.base.progress import report
 from llmsuite.contract.schema.recipe import ProfileSection
 from llmsuite.devices.base import DeviceBackend
@@ -127,8 +127,8 @@ def _profiler(backend: DeviceBackend) -> paddle.profiler.Profiler:
 
 def _exported(profiler: paddle.profiler.Profiler) -> dict[str, Any]:
     """Return the trace as Paddle writes it."""
-    with tempfile.TemporaryDirectory() as directory:
-        file = Path(directory) / "trace.json"
+    with scratch_directory() as directory:
+        file = directory / "trace.json"
         profiler.export(str(file))
         trace: dict[str, Any] = json.loads(file.read_text(encoding="utf-8", errors="replace"))
     return trace

@@ -6,9 +6,11 @@ import contextlib
 import fcntl
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -200,6 +202,27 @@ def _linked_elsewhere(directory: Path) -> None:
     directory.rename(directory.with_name("away"))
     directory.with_name("other").mkdir()
     directory.symlink_to(directory.with_name("other"))
+
+
+def test_a_second_interrupt_leaves_no_temporary_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    remove = shutil.rmtree
+
+    def interrupted(*arguments: Any, **options: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        remove(*arguments, **options)
+
+    used: list[Path] = []
+
+    def work() -> None:
+        with scratch_directory() as directory:
+            used.append(directory)
+            (directory / "part").write_text("x")
+            monkeypatch.setattr(shutil, "rmtree", interrupted)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert not used[0].exists()
 
 
 @pytest.mark.parametrize(
