@@ -22,7 +22,7 @@ from llmsuite.checkpoint.train_state import TrainState
 from llmsuite.contract.schema.recipe import CheckpointSection
 from llmsuite.contract.specs import ModelFamily
 from llmsuite.engine.model_state import FullModelState
-from llmsuite.engine.stop import RequestFile
+from llmsuite.engine.request_file import RequestFile
 from llmsuite.parallel import collective
 
 

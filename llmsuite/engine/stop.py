@@ -1,5 +1,4 @@
-"""Requests to a run: Ctrl-C, SIGTERM and SIGHUP end it after the current step, with a checkpoint; files that a user
-creates in its directory, `save-now` and `stop-now`, are requests too."""
+"""Graceful stop: Ctrl-C, SIGTERM and SIGHUP end a run after the current step, with a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,16 +7,12 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from llmsuite.base.errors import UserError
-from llmsuite.base.safe_files import exists
 from llmsuite.launch.ends import INTERRUPTED
 from llmsuite.launch.interrupts import is_owned
 from llmsuite.launch.ranks import is_repeated, stop_signals
-from llmsuite.parallel import collective
 
 
 class StopRequest:
@@ -113,20 +108,3 @@ def _reset_after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_reset_after_fork)
-
-
-class RequestFile:
-    """A request by creating a file. Rank 0 looks for it."""
-
-    def __init__(self, path: Path):
-        self._path = path
-
-    def requested(self) -> bool:
-        """Return True if the user has created the file; remove it. Raises UserError where it cannot be removed."""
-        if collective.rank() != 0 or not exists(self._path):
-            return False
-        try:
-            self._path.unlink(missing_ok=True)
-        except OSError as error:  # a file that stays would be a request after every step
-            raise UserError(f"{self._path}: cannot be removed: {error.strerror}") from error
-        return True

@@ -55,6 +55,7 @@ from llmsuite.engine.output import NullOutput, Output, WatchedDirectory
 from llmsuite.engine.passes import MicroBatchLoader, Passes, evaluate
 from llmsuite.engine.program_engine import ProgramEngine
 from llmsuite.engine.reference_weights import load_reference_weights
+from llmsuite.engine.request_file import RequestFile
 from llmsuite.engine.resume import (
     RunIdentity,
     RunRecord,
@@ -67,7 +68,7 @@ from llmsuite.engine.rollouts import RolloutDataLoader, RolloutEngine, rollout_e
 from llmsuite.engine.rules import LossScale, NoLossScale, StepRules
 from llmsuite.engine.stage import Stage, StatefulStage
 from llmsuite.engine.step_profile import StepProfile
-from llmsuite.engine.stop import RequestFile, StopRequest
+from llmsuite.engine.stop import StopRequest
 from llmsuite.engine.stragglers import stragglers
 from llmsuite.engine.teacher import teacher_digest
 from llmsuite.engine.train_engine import TrainEngine

@@ -108,11 +108,14 @@ def test_a_second_signal_ends_a_process_wherever_it_is(tmp_path: Path, where: st
     command = [sys.executable, "-c", _OWN, str(tmp_path / "noted"), where]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.3)  # two that arrive together count as one
-    process.send_signal(signal.SIGTERM)
-    printed, _ = process.communicate(timeout=60)
+    try:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)  # two that arrive together count as one
+        process.send_signal(signal.SIGTERM)
+        printed, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130
     assert "Traceback" not in printed
     assert (tmp_path / "noted").read_text() == "stopped"
