@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
-import subprocess
 from pathlib import Path
 
 from llmsuite import __version__
-from llmsuite.base.safe_files import exists, is_file
+from llmsuite.base.safe_files import exists, is_file, real_path
 
-_PACKAGE = Path(__file__).resolve().parents[1]
+_PACKAGE = real_path(__file__).parents[1]
 _PADDLES = ("paddlepaddle", "paddlepaddle-gpu", "paddlepaddle-xpu")
 _SECONDS = 5
 
@@ -35,12 +34,16 @@ def find_commit(package: Path) -> str:
         return recorded.read_text(encoding="utf-8").strip()
     if not exists(package.parent / ".git"):
         return ""
+    from llmsuite.base.commands import CommandTimeout, run_command
+
     command = ["git", "-C", str(package.parent), "rev-parse", "--short=8", "HEAD"]
     try:
-        asked = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_SECONDS)
-    except (OSError, subprocess.TimeoutExpired):  # no git, or a disk that hangs
+        asked = run_command(command, seconds=_SECONDS)
+    except (OSError, CommandTimeout):  # no git, or a disk that hangs
         return ""
-    return asked.stdout.strip()
+    if asked.code:
+        return ""
+    return asked.output.strip()
 
 
 def _paddle() -> str:

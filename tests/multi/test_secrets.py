@@ -141,6 +141,7 @@ OTHERS = {
     "data": ["stats", "recipes/llama/sft.json", "--data.train={url}"],
     "checkpoints": ["list", "{url}"],
     "runs": ["list", "{url}"],
+    "sweep": ["recipes/llama/sft.json", "--data.train={url}", "--output_dir={out}", "--seed=1,2"],
     "report": ["{url}"],
     "watch": ["{url}"],
     "studio": ["--port", "{url}"],

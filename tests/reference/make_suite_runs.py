@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONVERSIONS = Path(__file__).resolve().parent / "conversions"
 STEPS = 8
 COUNT = 16
-MODEL = "Llama-3-8B-Instruct-tiny"
+MODEL = "tiny/Llama-3-8B-Instruct"
 """A name by which ms-swift takes a model for Llama 3."""
 _TRAINER: dict[str, Any] = {
     "output_dir": "out", "max_steps": STEPS, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 8,

@@ -6,10 +6,13 @@ from llmsuite.data.chat_template import ChatTemplate
 from llmsuite.data.rows import Conversation, Message
 
 
-def marked(text: str, *turns: tuple[str, str], eos: str = "") -> str:
-    """The rendered turns with [ ] around what is supervised."""
+def marked(text: str, *turns: tuple[str, str], eos: str = "", last: bool = False) -> str:
+    """The rendered turns with [ ] around what is supervised: all answers, or with `last` the last one."""
     messages = tuple(Message(role, content) for role, content in turns)
-    conversation = Conversation(messages, tuple(role == "assistant" for role, _ in turns))
+    answers = [role == "assistant" for role, _ in turns]
+    if last:
+        answers[:-1] = [False] * (len(answers) - 1)
+    conversation = Conversation(messages, tuple(answers))
     template = ChatTemplate(text, {"eos_token": eos}, "x")
     found = template.render(messages)
     for before, after in reversed(template.supervised_turns(conversation)):

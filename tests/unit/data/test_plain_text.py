@@ -168,7 +168,7 @@ def test_a_faulty_template_is_a_problem_of_the_recipe(given_template: str, messa
 
 def test_keys_of_chat_templates_have_no_effect_on_text() -> None:
     unused = dict(DataSection(train="a.jsonl", text_template="alpaca").unused())
-    of_turns = {"chat_template", "chat_template_kwargs", "supervise_thoughts", "system"}
+    of_turns = {"chat_template", "chat_template_kwargs", "supervise_thoughts", "system", "end_of_answer"}
     of_no_text = set(dict(DataSection(train="a.jsonl").unused()))
     assert unused.keys() - of_no_text == {"format", *of_turns}
     assert dict(DataSection(train="a.jsonl", format="text").unused()).keys() - of_no_text == of_turns

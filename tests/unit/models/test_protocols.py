@@ -35,7 +35,7 @@ class Image(PlainShape):
 
 
 CONFIGS = {
-    HasWindow: {"llama", "gemma", "mixtral", "olmo"},
+    HasWindow: {"llama", "gemma", "mixtral", "olmo", "phi"},
     HasMtpLayers: {"deepseek", "glm_moe"},
     HasGateBias: {"deepseek", "ernie_moe", "glm_moe", "mixtral", "qwen_moe"},
 }

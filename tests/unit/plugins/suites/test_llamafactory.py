@@ -244,9 +244,10 @@ def test_the_template_of_llama_3(converted: Converted) -> None:
 def test_stages_that_train_on_the_last_answer(converted: Converted) -> None:
     text = converted(ACTION, {**DPO, "template": "qwen3"}).recipe["data"]["chat_template"]
     turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
-    assert marked(text, *turns) == ("{user\na}\n{assistant\nb}\n{user\nc}\n{assistant\n[<think>\n\n</think>\n\nd}\n]")
+    expected = "{user\na}\n{assistant\nb}\n{user\nc}\n{assistant\n[<think>\n\n</think>\n\nd}\n]"
+    assert marked(text, *turns, last=True) == expected
     with pytest.raises(UserError, match="writes no thoughts of earlier answers"):
-        marked(text, ("user", "a"), ("assistant", "<think>\nx\n</think>\n\nb"), *turns[2:])
+        marked(text, ("user", "a"), ("assistant", "<think>\nx\n</think>\n\nb"), *turns[2:], last=True)
 
 
 def _text_of(converted: Converted, **values: Any) -> str:

@@ -18,10 +18,13 @@ ACTION = "from-swift"
 def test_sft_by_its_defaults(converted: Converted) -> None:
     """Full fine-tuning in bf16 with float32 main parameters, cosine, decay 0.1, steps of 16 samples."""
     found = converted(ACTION, MEGATRON)
+    assert "You are Qwen" in found.recipe["data"].pop("chat_template")
     assert found.recipe == {
         "stage": "sft", "source": "ms-swift x.yaml",
         "model": {"family": "qwen", "weights": "ms:Qwen/Qwen2.5-7B-Instruct", "preset": "qwen2.5-7b"},
-        "data": {"train": "rows.jsonl", "max_length": 2048, "ignore_columns": ["*"]},
+        "data": {
+            "train": "rows.jsonl", "max_length": 2048, "end_of_answer": "template", "ignore_columns": ["*"],
+        },
         "engine": {"precision": "bf16"}, "launch": {"num_devices": 1},
         "train": {
             "num_epochs": 2, "global_batch_size": 16, "micro_batch_size": 1, "learning_rate": 1e-5,
