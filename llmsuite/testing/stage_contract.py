@@ -56,7 +56,8 @@ def assert_stage_contract(stage: str, directory: Path, keys: Mapping[str, Any] |
     again = directory / "again"
     two = directory / "two"
     _run(path, one, ["--checkpoint.save_steps=2"])
-    _check_learning(one, spec)
+    has_updates = plan_run(path, [], registry).train.profile.updates > 0
+    _check_learning(one, has_updates)
     _stop_at_saved_step(one, again)
     _run(path, again, ["--checkpoint.save_steps=2", "--resume"])
     _check_resumed(one, again)
@@ -128,8 +129,8 @@ def _refused(path: Path, args: Sequence[str], registry: Registry) -> list[str]:
     return []
 
 
-def _check_learning(one: Path, spec: StageSpec) -> None:
-    if spec.profile(spec.config_cls()).updates:  # the samples differ in each step
+def _check_learning(one: Path, has_updates: bool) -> None:
+    if has_updates:  # the samples differ in each step
         assert any(record.get("grad_norm", 0) > 0 for record in _metrics(one)), "no step has a gradient"
         return
     evaluated = [record["eval/loss"] for record in _metrics(one) if "eval/loss" in record]

@@ -193,7 +193,7 @@ def test_a_step_is_played_on_a_device(runner: Runner) -> None:
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     on_device = [event for event in events if event["ph"] == "X"]
     assert {event["pid"] for event in events} == {"rank 0"}
-    assert {"matmul", "flash_attn", "all_reduce", "adamw"} <= {event["name"] for event in on_device}
+    assert {"matmul", "flash_attn", "all_reduce", "fused_adam"} <= {event["name"] for event in on_device}
     assert len(on_device) == report["launches"] + sum(row["count"] for row in (*report["reads"], *report["uploads"]))
 
 

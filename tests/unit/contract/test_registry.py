@@ -203,7 +203,7 @@ BROKEN = {
     ),
     "no such capability": (
         STAGE_PLUGIN.replace(SPEC, f"{SPEC}, capabilities={{'scores'}}"),
-        "capabilities of stage 'spin' has to be a set of one of: adapters_only, all_logits, answer_ends, async_rollout, ",
+        "capabilities of stage 'spin' has to be a set of one of: adapters_only, all_logits, answer_ends, async_rollout",
     ),
     "one capability as a text": (
         STAGE_PLUGIN.replace(SPEC, f"{SPEC}, capabilities='qat'"),
