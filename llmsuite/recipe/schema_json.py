@@ -1,4 +1,4 @@
-"""The JSON Schema of recipes, with one alternative for each pair of stage and model family."""
+"""The JSON Schema of recipes, with which editors complete and check them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,40 @@ from llmsuite.recipe.recipe_class import recipe_type
 
 
 def recipe_schema(registry: Registry, stage: str | None = None) -> dict[str, Any]:
-    """Return the schema (draft 2020-12) of the recipes of one stage, or of all stages."""
+    """Return the schema (draft 2020-12) of the recipes of one stage, or of all stages.
+
+    A stage decides what sections there are, a family what `model.config` holds, and neither depends on the other: so
+    the schema has one alternative for each stage, and `model` one for each family.
+    """
     stages = [stage] if stage else registry.stages
-    alternatives = [_schema_of(registry, name, family) for name in stages for family in registry.models]
+    definitions = {"model": {"anyOf": [_model_schema(registry, family) for family in registry.models]}}
+    alternatives = [_stage_schema(registry, name, definitions) for name in stages]
     schema = alternatives[0] if len(alternatives) == 1 else {"anyOf": alternatives}
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "llmsuite recipe", **schema}
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "llmsuite recipe"}
+    return {**head, **schema, "$defs": definitions}
 
 
-def _schema_of(registry: Registry, stage: str, family: str) -> dict[str, Any]:
-    cls, _ = recipe_type({"stage": stage, "model": {"family": family}}, registry)
+def _model_schema(registry: Registry, family: str) -> dict[str, Any]:
+    cls, _ = recipe_type({"model": {"family": family}}, registry)
+    schema = _schema_of(sections(cls)["model",])
+    schema["properties"]["family"]["const"] = family
+    return {"title": family, **schema}
+
+
+def _stage_schema(registry: Registry, stage: str, definitions: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of the recipes of a stage. Its sections become `definitions`, one for all stages that agree."""
+    cls, _ = recipe_type({"stage": stage}, registry)
+    schema = _schema_of(cls)
+    keys = schema["properties"]
+    keys["stage"]["const"] = stage
+    keys["model"] = {"$ref": "#/$defs/model", "description": keys["model"]["description"]}
+    for (name,) in [key for key in sections(cls) if len(key) == 1 and key != ("model",)]:
+        if definitions.setdefault(name, keys[name]) == keys[name]:
+            keys[name] = {"$ref": f"#/$defs/{name}"}
+    return {"title": stage, **schema}
+
+
+def _schema_of(cls: type) -> dict[str, Any]:
     schema = TypeAdapter(cls).json_schema(ref_template="#/$defs/{model}", schema_generator=_WithDocstrings)
     schema = _inlined(schema, schema.pop("$defs", {}))
     for key, section in sections(cls).items():
@@ -31,9 +56,6 @@ def _schema_of(registry: Registry, stage: str, family: str) -> dict[str, Any]:
         doc = section_doc(section)
         if doc:
             node["description"] = doc
-    schema["properties"]["stage"]["const"] = stage
-    schema["properties"]["model"]["properties"]["family"]["const"] = family
-    schema["title"] = f"{stage} of {family}"
     return schema
 
 
