@@ -26,16 +26,16 @@ from tests.support.paths import ROOT
 
 FURTHER = {
     "multi": (
-        "align all_to_all annotated annotated_programs annotated_styles answers bad_places bf16 bf16_lora "
-        "bf16_programs bf16_rollouts buckets budgets chat_models chat_page chunked_loss doctor early_stopping "
-        "expert_parallel family_contract fp8 fused_projections gemma hang interrupted interrupted_twice "
-        "killed_rollouts large_files lattice longer_runs lora lora_further lora_ga machines matrix merge_distcp mtp "
-        "mutations notebooks order overlap own_disks packing paddle_scripts pipelines plugin_examples ppo ppo_engine "
-        "prefix program_expert_pipelines program_guard program_options program_pipelines program_rollouts programs "
-        "python qat rank_programs reft rehearse rehearse_recipes removals report_page reported_resumes restarts "
-        "rollout_engine rollouts saving serve_adapters serve_ranks sim_further sim_removals sim_stages split_kernels "
-        "standin standin_further standin_programs studio_page token_accuracy traffic upstream vocabulary "
-        "weighted_turns windows"
+        "adamw_8bit adapter_plugin align all_to_all annotated annotated_programs annotated_styles answers "
+        "bad_places bf16 bf16_lora bf16_programs bf16_rollouts buckets budgets chat_models chat_page chunked_loss "
+        "doctor early_stopping expert_parallel family_contract fp8 fused_projections gemma hang interrupted "
+        "interrupted_twice killed_rollouts large_files lattice longer_runs lora lora_further lora_ga machines "
+        "matrix merge_distcp mtp mutations no_masters notebooks order overlap own_disks packing paddle_scripts "
+        "pipelines plugin_examples ppo ppo_engine prefix program_expert_pipelines program_guard program_options "
+        "program_pipelines program_rollouts programs python qat rank_programs reft rehearse rehearse_recipes "
+        "removals report_page reported_resumes restarts rollout_engine rollouts saving serve_adapters serve_ranks "
+        "sim_further sim_removals sim_stages split_kernels standin standin_further standin_programs studio_page "
+        "token_accuracy traffic upstream vocabulary weighted_turns windows"
     ),
     "unit/benchmarks": "roofline",
     "unit/checkpoint/convert": "merge_families merge_memory paddlenlp_peft",
@@ -55,23 +55,27 @@ SAMPLED = {
         "unit/checkpoint/convert": "gguf_export pdparams",
         "unit/cli": "adapters_tokenizer odd_names",
         "unit/contract": "registry",
+        "unit/data": "tokenizer untrusted",
         "unit/engine": "full_weights row_samples",
         "unit/inference": (
             "batch bf16_cache chunked_prefill fused generate own_layers prefix_cache rank_shards refresh"
         ),
-        "unit/models": ("documents family_plans family_references latent_attention llama_reference qat"),
-        "unit/parallel": "chunked_loss collective schedule sharding static",
-        "unit/parallel/program": "clip experts",
-        "unit/planning": "memory plans",
+        "unit/models": "documents family_plans latent_attention llama_reference mtp quantised",
+        "unit/parallel": "block_moments chunked_loss collective schedule static",
         "unit/plugins/align": "command",
-        "unit/plugins/cpu_kernels": "bf16_attention bf16_products",
-        "unit/rl": "builtin_rewards episodes local remote",
+        "unit/plugins/cpu_kernels": "bf16_attention",
+        "unit/rl": "builtin_rewards remote",
         "unit/stages": "program_losses reference_cache rm",
     },
     5: {
         "unit/cli": "main",
-        "unit/planning": "call_order",
+        "unit/models": "family_references qat",
+        "unit/parallel": "sharding",
+        "unit/parallel/program": "clip experts",
+        "unit/planning": "call_order memory plans",
+        "unit/plugins/cpu_kernels": "bf16_products",
         "unit/recipe": "device_rules mutations schema smoke",
+        "unit/rl": "episodes local",
     },
 }
 """Files that multiply recipes by rules, families by layouts, or types by kernels, by n: `make test` runs one of n cases

@@ -20,7 +20,8 @@ def host_copies(module: ast.Module) -> list[int]:
     found = set()
     for node in ast.walk(module):
         if isinstance(node, ast.FunctionDef):
-            found |= {inner.lineno for inner in ast.walk(node) if _is_copy(inner, _tensors(node))}
+            tensors = _tensors(node)
+            found |= {inner.lineno for inner in ast.walk(node) if _is_copy(inner, tensors)}
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.args:
             found |= {node.lineno} if node.func.attr in ("numpy", "item") else set()
     return sorted(found)
