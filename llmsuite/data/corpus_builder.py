@@ -19,6 +19,7 @@ import numpy as np
 from llmsuite.base.cache import locked
 from llmsuite.base.errors import UserError
 from llmsuite.base.files import read_json_file, sha256_of, write_text_atomic
+from llmsuite.base.interrupts import held_interrupts
 from llmsuite.base.safe_files import exists
 from llmsuite.base.supervisor import die_with_parent
 from llmsuite.data.documents import Division, kind_of, read_documents
@@ -167,7 +168,10 @@ def _tokenised(
     waiting: collections.deque[tuple[concurrent.futures.Future[tuple[bytes, bytes]], int]] = collections.deque()
     try:
         for texts, num_bytes in batches:
-            waiting.append((pool.submit(_encode_in_worker, texts), num_bytes))
+            # a pool that is left between the start of a process and that of its thread waits for the process at exit
+            with held_interrupts():
+                submitted = pool.submit(_encode_in_worker, texts)
+            waiting.append((submitted, num_bytes))
             if len(waiting) > 2 * workers:  # bounds the documents that are held in memory
                 done, size = waiting.popleft()
                 yield *done.result(), size
@@ -177,7 +181,8 @@ def _tokenised(
     except BrokenProcessPool as error:
         raise UserError("a process that tokenises has died, perhaps out of memory; try fewer --workers") from error
     finally:
-        pool.shutdown(cancel_futures=True)
+        with held_interrupts():
+            pool.shutdown(cancel_futures=True)
 
 
 def _encode(tokenizer: TextTokenizer, dtype: str, texts: list[str]) -> tuple[bytes, bytes]:

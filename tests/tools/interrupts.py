@@ -105,6 +105,7 @@ class Interrupts:
                 self._check_events(place, code)
             if not is_run:
                 self._check_output(place, code)
+            self._check_temporary(code)
             if code and self.chance.random() < RESUMED_SHARE:
                 if not is_run:
                     self._repeat(words, place)
@@ -185,17 +186,21 @@ class Interrupts:
         return process.returncode
 
     def _check_output(self, place: Path, code: int) -> None:
-        """Raise Wrong where a command has left an output in part, or files in the temporary directory."""
+        """Raise Wrong where a command has left an output in part."""
         has_whole = (place / "manifest.json").exists() or not (place / "config.json").exists()
         if code and not has_whole:
             raise Wrong(f"torn: exit code {code}, and {place} has {sorted(path.name for path in place.iterdir())}")
         if (place / "manifest.json").exists() and (fault := broken_file(place)) is not None:
             raise Wrong(f"torn: exit code {code}: {fault}")
-        # what a signal ends at once leaves its temporary files to the next command that makes some
-        if code >= 0 and (left := sorted(path.name for path in self.temporary.iterdir())):
+
+    def _check_temporary(self, code: int) -> None:
+        """Remove what is in the temporary directory. Raises Wrong where it is not empty, except after a signal that
+        ends a process at once: it leaves its files to the next command that makes some."""
+        left = sorted(path.name for path in self.temporary.iterdir())
+        for name in left:
+            shutil.rmtree(self.temporary / name)
+        if code >= 0 and left:
             raise Wrong(f"stale: exit code {code}, and {self.temporary} has {left}")
-        for path in self.temporary.iterdir():
-            shutil.rmtree(path)
 
     def _repeat(self, words: list[str], place: Path) -> None:
         """Give a command again. Raises Wrong where it fails, but for an output that it had written."""
@@ -210,10 +215,12 @@ class Interrupts:
         self.seen["given again"] += 1
 
     def _check_events(self, run: Path, code: int) -> None:
-        """Raise Wrong unless the last event of a run says how it has ended. One that had not begun has none."""
+        """Raise Wrong unless the last event of a run says how it has ended. One that had not begun has none, and a signal
+        may end the process of one that has ended."""
         path = run / "events.jsonl"
         events = [json.loads(line)["event"] for line in path.read_text().splitlines()] if path.exists() else []
-        if events and events[-1] != ("stopped" if code else "ended"):
+        expected = {0: ("ended",), INTERRUPTED: ("stopped",)}.get(code, ("stopped", "ended"))
+        if events and events[-1] not in expected:
             raise Wrong(f"lost: exit code {code}, and its events are {events}")
 
     def _resume(self, words: list[str], run: Path) -> None:

@@ -256,6 +256,30 @@ except KeyboardInterrupt:
     assert (found.returncode, found.stdout, found.stderr) == (0, "cleaned\ncleaned\n", "")
 
 
+def test_ctrl_c_while_processes_of_a_pool_start(tmp_path: Path) -> None:
+    (tmp_path / "corpus.jsonl").write_text('{"text": "a document"}\n')
+    program = """
+import multiprocessing.context, signal, sys
+start = multiprocessing.context.SpawnProcess.start
+def interrupted(process):
+    start(process)
+    signal.raise_signal(signal.SIGINT)
+multiprocessing.context.SpawnProcess.start = interrupted
+from llmsuite.__main__ import main
+if __name__ == "__main__":
+    sys.exit(main())
+"""
+    (tmp_path / "program.py").write_text(program)
+    words = ["data", "index", "corpus.jsonl", "--tokenizer", str(ROOT / "data" / "tokenizer"), "-o", "out/corpus"]
+    found = subprocess.run(
+        [sys.executable, "program.py", *words, "--workers", "2"],
+        cwd=tmp_path, env=ENVIRONMENT | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False, timeout=90,
+    )  # fmt: skip
+    assert found.returncode == 130, found.stderr
+    assert "Traceback" not in found.stderr
+    assert not list((tmp_path / "out").glob("corpus*"))
+
+
 @pytest.mark.further
 @pytest.mark.parametrize("moment", ["atexit.register(late)", "threading._register_atexit(late)", "object = Late()"])
 def test_ctrl_c_while_python_ends(moment: str, tmp_path: Path) -> None:
