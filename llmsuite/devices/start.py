@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import warnings
+from collections.abc import Iterator
 
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.devices.variables import check_rank
@@ -40,13 +41,9 @@ def start_paddle(
     if join or fork:
         backend.before_paddle()
     messages = io.StringIO()
-    on_term = signal.getsignal(signal.SIGTERM)
-    with warnings.catch_warnings(), contextlib.redirect_stderr(messages):
+    with _own_termination(), warnings.catch_warnings(), contextlib.redirect_stderr(messages):
         warnings.filterwarnings("ignore", message="No ccache found")
         import paddle  # noqa: F401
-    # Paddle's handler would print a crash report where a scheduler or `docker stop` has ended the process
-    if on_term is not None and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, on_term)
     # a crash is reported with its Python stack, before Paddle's report, which has only Paddle's own code
     if sys.__stderr__ is not None:  # a notebook's sys.stderr has no file descriptor
         faulthandler.enable(sys.__stderr__)
@@ -57,3 +54,22 @@ def start_paddle(
             print(line, file=sys.stderr)
     if join:
         backend.after_paddle()
+
+
+@contextlib.contextmanager
+def _own_termination() -> Iterator[None]:
+    """Context in which SIGTERM waits, and after which its handler is the one of before.
+
+    Paddle 3.3.1 installs a handler while it is imported. It would print a crash report where a scheduler or
+    `docker stop` has ended the process.
+    """
+    on_term = signal.getsignal(signal.SIGTERM)
+    if on_term is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, on_term)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
