@@ -215,8 +215,8 @@ class Interrupts:
         self.seen["given again"] += 1
 
     def _check_events(self, run: Path, code: int) -> None:
-        """Raise Wrong unless the last event of a run says how it has ended. One that had not begun has none, and a signal
-        may end the process of one that has ended."""
+        """Raise Wrong unless the last event of a run says how it has ended. One that had not begun has none, and the
+        process of one that has ended may get a signal."""
         path = run / "events.jsonl"
         events = [json.loads(line)["event"] for line in path.read_text().splitlines()] if path.exists() else []
         expected = {0: ("ended",), INTERRUPTED: ("stopped",)}.get(code, ("stopped", "ended"))

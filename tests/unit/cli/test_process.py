@@ -273,8 +273,13 @@ if __name__ == "__main__":
     words = ["data", "index", "corpus.jsonl", "--tokenizer", str(ROOT / "data" / "tokenizer"), "-o", "out/corpus"]
     found = subprocess.run(
         [sys.executable, "program.py", *words, "--workers", "2"],
-        cwd=tmp_path, env=ENVIRONMENT | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False, timeout=90,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env=ENVIRONMENT | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=90,
+    )
     assert found.returncode == 130, found.stderr
     assert "Traceback" not in found.stderr
     assert not list((tmp_path / "out").glob("corpus*"))
