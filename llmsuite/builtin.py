@@ -278,7 +278,7 @@ def llmsuite_register_models() -> list[ModelFamily]:
         _dense("llama", "Llama", "Llama 1, 2, 3.x, SmolLM2, TinyLlama, Mistral", ("llama", "mistral"), gguf=("llama",)),
         _dense("mixtral", "Mixtral", "Mixtral", ("mixtral",)),
         _dense("qwen", "Qwen", "Qwen2, Qwen2.5, dense Qwen3", ("qwen2", "qwen3"), gguf=("qwen2", "qwen3")),
-        _family("qwen_moe", "QwenMoe", "Qwen2-MoE, Qwen3-MoE", ("qwen2_moe", "qwen3_moe")),
+        _dense("qwen_moe", "QwenMoe", "Qwen2-MoE, Qwen3-MoE", ("qwen2_moe", "qwen3_moe")),
         _dense("ernie", "Ernie", "ERNIE-4.5 without experts", ("ernie4_5",)),
         _dense("gemma", "Gemma", "Gemma 2 and 3 for text", ("gemma2", "gemma3_text")),
         _dense("phi", "Phi", "Phi-3, Phi-3.5, Phi-4", ("phi3",)),
@@ -289,7 +289,7 @@ def llmsuite_register_models() -> list[ModelFamily]:
         _dense("hunyuan", "Hunyuan", "Hunyuan without experts", ("hunyuan_v1_dense",)),
         _dense("glm", "Glm", "GLM-4-0414, GLM-Z1", ("glm4",)),
         _dense("glm_moe", "GlmMoe", "GLM-4.5, GLM-4.6", ("glm4_moe",)),
-        _family("ernie_moe", "ErnieMoe", "ERNIE-4.5 with experts", ("ernie4_5_moe",)),
+        _dense("ernie_moe", "ErnieMoe", "ERNIE-4.5 with experts", ("ernie4_5_moe",)),
         _family("gpt", "GPT", "GPT-2, GPT-3", ("gpt2", "gpt")),
         _family("deepseek", "DeepSeek", "DeepSeek-V2, V2-Lite, V3; Kimi K2", ("deepseek_v2", "deepseek_v3", "kimi_k2")),
     ]

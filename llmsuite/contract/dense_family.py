@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pkgutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmsuite.contract.specs import ModelFamily
+from llmsuite.models import sparse_plan
 from llmsuite.models.decoder_config import DenseConfig
 from llmsuite.models.dense_plan import PLAN
 from llmsuite.models.shard_plan import ShardPlan
-from llmsuite.models.sparse_plan import experts_plan, shared_experts_plan
 
 
 def dense_family(
@@ -59,4 +60,4 @@ def dense_family(
 def _plan(config_cls: type[DenseConfig]) -> ShardPlan:
     if config_cls.experts_key is None:
         return PLAN
-    return (shared_experts_plan if config_cls.stores_mtp else experts_plan)(config_cls.experts_key)
+    return dataclasses.replace(sparse_plan.PLAN, num_experts=config_cls.experts_key)

@@ -251,8 +251,12 @@ class DenseConfig(GroupedQueryConfig):
     hf_defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Values of keys that config.json omits, by `model_type`, where they are not the defaults of the fields."""
     hf_parts: ClassVar[Mapping[str, str]] = {}
-    """Modules of a layer that have another name in HF's files than here, by our name. Several modules with one name are
-    joined in one matrix there, in this order. `{}` in a name stands for the number of an expert."""
+    """Modules and parameters of a layer that have another name in HF's files than here, by our name. Several modules
+    with one name are joined in one matrix there, in this order. `{}` in a name stands for the number of an expert."""
+    not_loaded: ClassVar[tuple[str, ...]] = ()
+    """Beginnings of the names of tensors in HF's files that the model does not have."""
+    shared_key: ClassVar[str] = "n_shared_experts x moe_intermediate_size"
+    """The fields that give the width of the shared experts, for messages."""
 
     stores_mtp: ClassVar[bool] = False
     """True for a family with shared experts whose files may have layers for multi-token prediction (`models.mtp`)."""

@@ -32,7 +32,7 @@ from llmsuite.models.hf_tensors import HfTensors
 from llmsuite.models.shape_spec import GatedMLP, GroupedQuery, LayerSpec, MoE
 
 _IGNORED = re.compile(r".*rotary_emb\.inv_freq")
-_LAYER = re.compile(r"(?P<layer>model\.layers\.(?P<number>\d+))\.(?P<module>.+)\.(?P<kind>weight|bias)")
+_LAYER = re.compile(r"(?P<layer>model\.layers\.(?P<number>\d+))\.(?P<part>(?P<module>.+)\.(?P<kind>\w+))")
 
 
 class DenseNames:
@@ -49,7 +49,7 @@ class DenseNames:
 
     def is_linear(self, name: str) -> bool:
         """True if HF stores this parameter transposed, as [outputs, inputs]; if it is a stack, each of its matrices."""
-        return name.endswith(("_proj.weight", ".mlp.gate.weight", "lm_head.weight", SCORE))
+        return name.endswith(("_proj.weight", ".mlp.gate.weight", "_expert_gate.weight", "lm_head.weight", SCORE))
 
     def hf_tensors(self, name: str, config: DenseConfig) -> HfTensors:
         """The tensor of an HF model that holds a parameter, or the part of one, or those that are stacked in it."""
@@ -57,8 +57,12 @@ class DenseNames:
         if stack is not None:
             return stack
         match = _LAYER.fullmatch(name)
-        theirs = config.hf_parts.get(match["module"]) if match else None
-        if match is None or theirs is None:
+        if match is None:
+            return HfTensors((name,))
+        if match["part"] in config.hf_parts:
+            return HfTensors((f"{match['layer']}.{config.hf_parts[match['part']]}",))
+        theirs = config.hf_parts.get(match["module"])
+        if theirs is None:
             return HfTensors((name,))
         tensor = (f"{match['layer']}.{theirs}.{match['kind']}",)
         joined = [module for module, other in config.hf_parts.items() if other == theirs]
@@ -69,8 +73,8 @@ class DenseNames:
         return HfTensors(tensor, part=joined.index(match["module"]), sizes=sizes)
 
     def from_hf(self, name: str, config: DenseConfig) -> str | None:
-        """The full name of a tensor in an HF file; None for one that is computed, not trained."""
-        return None if _IGNORED.fullmatch(name) else name
+        """The full name of a tensor in an HF file; None for one that is computed, or that the model does not have."""
+        return None if _IGNORED.fullmatch(name) or name.startswith(config.not_loaded) else name
 
     def paddlenlp_prefix(self, config: DenseConfig) -> str | None:
         """The prefix that PaddleNLP writes instead of `model.`; None where it has no such model."""
@@ -155,16 +159,19 @@ def _layer_shapes(config: DenseConfig, layer: LayerSpec) -> Shapes:
 
 
 def _mlp_shapes(hidden: int, mlp: Any) -> Shapes:
-    """The parameters of a gated MLP, or of `moe.MoE`."""
+    """The parameters of a gated MLP, of `moe.MoE` or of `moe.GatedSharedMoE`."""
     if isinstance(mlp, GatedMLP):
         return mlp_shapes(hidden, mlp.width, mlp.biased)
     assert isinstance(mlp, MoE)
-    gate: Shapes = {"gate.weight": (hidden, mlp.experts)}
+    found: Shapes = {"gate.weight": (hidden, mlp.experts)}
     if mlp.choice_biased:
-        gate["gate.e_score_correction_bias"] = (mlp.experts,)
-    shared = mlp_shapes(hidden, mlp.shared_width) if mlp.shared_width else {}
-    routed = gate | expert_shapes(hidden, mlp.width, mlp.experts)
-    return routed | {f"shared_experts.{part}": shape for part, shape in shared.items()}
+        found["gate.e_score_correction_bias"] = (1, mlp.experts) if mlp.bias_is_row else (mlp.experts,)
+    found |= expert_shapes(hidden, mlp.width, mlp.experts)
+    if not mlp.shared_width:
+        return found
+    module = "shared_expert" if mlp.shared_gated else "shared_experts"
+    found |= {f"{module}.{part}": shape for part, shape in mlp_shapes(hidden, mlp.shared_width).items()}
+    return found | ({"shared_expert_gate.weight": (hidden, 1)} if mlp.shared_gated else {})
 
 
 def _rotated_heads(name: str, config: DenseConfig) -> int | None:

@@ -53,16 +53,3 @@ WITHOUT_MLP_BIASES = dataclasses.replace(
     PLAN, shard_dims=tuple(entry for entry in PLAN.shard_dims if not re.search(r"\.mlp\..*\.bias$", entry[0]))
 )
 """`PLAN` for families with experts."""
-
-
-def expert_dims(shared: str) -> tuple[tuple[str, int], ...]:
-    """Return the shard dims of experts.
-
-    Routed ones are split over ranks. Shared ones, the module `shared` of an MLP, are sharded along their width.
-    """
-    return (
-        ("model.layers.*.mlp.experts.*_proj.weight", 0),
-        (f"model.layers.*.mlp.{shared}.gate_proj.weight", 1),
-        (f"model.layers.*.mlp.{shared}.up_proj.weight", 1),
-        (f"model.layers.*.mlp.{shared}.down_proj.weight", 0),
-    )

@@ -5,7 +5,7 @@ Shapes: B batch, L length, D hidden, E routed experts, k experts of a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import paddle
@@ -14,7 +14,7 @@ from paddle import nn
 
 from llmsuite.base.typing import Tensor
 from llmsuite.devices.tensors import array_of
-from llmsuite.models.blocks import ZEROS, DecoderLayer, LayerCache, LayerExecution, RotaryLM, linear
+from llmsuite.models.blocks import ZEROS, DecoderLayer, GatedMLP, LayerCache, LayerExecution, RotaryLM, linear
 from llmsuite.models.experts import Experts, LoadBalance
 from llmsuite.models.shape_spec import ATTENTION_MODULES
 from llmsuite.models.shape_spec import MoE as MoESpec
@@ -33,26 +33,25 @@ class Routing:
 
 
 class Gate(nn.Layer):
-    """The router: it chooses the experts of each token and their weights. Experts are scored by softmax."""
+    """The router: it chooses the experts of each token and their weights, as its description says."""
 
     never_packed = ("weight", "e_score_correction_bias")
 
-    def __init__(self, hidden_size: int, num_experts: int, num_chosen: int, is_normed: bool, factor: float = 1.0):
+    def __init__(self, hidden_size: int, spec: MoESpec):
         super().__init__()
-        self.num_experts = num_experts
-        self.num_chosen = num_chosen
-        self.is_normed = is_normed
-        self.factor = factor
+        self.spec = spec
+        self.num_experts = spec.experts
+        self.num_chosen = spec.chosen
         self.balance: LoadBalance | None = None
         self.routing = Routing()
-        self.weight = self.create_parameter([hidden_size, num_experts], attr=ZEROS)
+        self.weight = self.create_parameter([hidden_size, spec.experts], attr=ZEROS)
         self.e_score_correction_bias: Tensor | None = None
-
-    def add_bias(self, shape: Sequence[int]) -> None:
-        """Add a bias that balances the load by shifting the choice of experts: the trainer updates it, and it has no
-        gradient (auxiliary-loss-free balancing, DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
-        attr = paddle.ParamAttr(initializer=nn.initializer.Constant(0.0), trainable=False)
-        self.e_score_correction_bias = self.create_parameter(list(shape), attr=attr)
+        if spec.choice_biased:
+            # it balances the load by shifting the choice of experts: the trainer updates it, and it has no gradient
+            # (auxiliary-loss-free balancing, DeepSeek-V3, arXiv 2412.19437, section 2.1.2)
+            attr = paddle.ParamAttr(initializer=nn.initializer.Constant(0.0), trainable=False)
+            shape = [1, spec.experts] if spec.bias_is_row else [spec.experts]
+            self.e_score_correction_bias = self.create_parameter(shape, attr=attr)
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x [B, L, D] to weights, in float32, and indices of the chosen experts, both [B, L, k].
@@ -70,55 +69,33 @@ class Gate(nn.Layer):
         scores = self.scores(logits)
         chosen = paddle.topk(self.selection_scores(scores.detach()), self.num_chosen, -1)[1]
         weights = paddle.take_along_axis(scores, chosen, -1)
-        if self.is_normed:
+        if self.spec.normed:
             weights = weights / self.total(weights)
-        return weights * self.factor, chosen, scores
+        return weights * self.spec.factor, chosen, scores
 
     def scores(self, logits: Tensor) -> Tensor:
         """Logits [B, L, E] to scores [B, L, E], from which the weights are taken."""
-        return F.softmax(logits, -1)
+        return F.sigmoid(logits) if self.spec.scores == "sigmoid" else F.softmax(logits, -1)
 
     def selection_scores(self, scores: Tensor) -> Tensor:
-        """Scores [B, L, E], without a gradient, to those whose top k are chosen."""
-        bias = self.e_score_correction_bias
-        return scores if bias is None else scores + bias.astype("float32")
-
-    def total(self, weights: Tensor) -> Tensor:
-        """Divisor [B, L, 1] that normalises the weights of a token [B, L, k]."""
-        return weights.sum(-1, keepdim=True)
-
-
-class GroupedGate(Gate):
-    """The router of DeepSeek-V2, by softmax, and of DeepSeek-V3 and GLM-4.5, by sigmoid and with a bias; all may limit
-    a token to groups of experts."""
-
-    def __init__(self, hidden_size: int, spec: MoESpec):
-        super().__init__(hidden_size, spec.experts, spec.chosen, spec.normed, spec.factor)
-        self.is_sigmoid = spec.scores == "sigmoid"
-        self.num_groups = spec.groups
-        self.num_chosen_groups = spec.chosen_groups
-        if spec.choice_biased:
-            self.add_bias([self.num_experts])
-
-    def scores(self, logits: Tensor) -> Tensor:
-        """Logits [B, L, E] to scores [B, L, E]."""
-        return F.sigmoid(logits) if self.is_sigmoid else super().scores(logits)
-
-    def selection_scores(self, scores: Tensor) -> Tensor:
-        """Scores [B, L, E] whose top k are chosen: experts outside the best groups get far lower ones than all
-        others."""
-        scores = super().selection_scores(scores)
-        if self.num_groups == 1:
+        """Scores [B, L, E], without a gradient, to those whose top k are chosen: experts outside the best groups get
+        far lower ones than all others."""
+        if self.e_score_correction_bias is not None:
+            scores = scores + self.e_score_correction_bias.astype("float32")
+        if self.spec.groups == 1:
             return scores
-        groups = scores.reshape([0, 0, self.num_groups, self.num_experts // self.num_groups])
+        groups = scores.reshape([0, 0, self.spec.groups, self.num_experts // self.spec.groups])
         num_best = 1 if self.e_score_correction_bias is None else 2
         best = paddle.topk(groups, num_best, -1)[0].sum(-1)
-        outside = 1.0 - _among_best(best, self.num_chosen_groups)
+        outside = 1.0 - _among_best(best, self.spec.chosen_groups)
         return (groups - outside.unsqueeze(-1) * 1e9).reshape([0, 0, self.num_experts])
 
     def total(self, weights: Tensor) -> Tensor:
-        """Divisor [B, L, 1] of the weights; 1e-20 avoids a division by zero, as in the published code."""
-        return super().total(weights) + 1e-20
+        """Divisor [B, L, 1] that normalises the weights of a token [B, L, k]."""
+        total = weights.sum(-1, keepdim=True)
+        if self.spec.scores == "sigmoid":
+            total = total + 1e-20  # all of them can be zero; as in DeepSeek-V3's published code
+        return total if self.spec.least_total is None else total.clip(min=self.spec.least_total)
 
 
 def _among_best(values: Tensor, count: int) -> Tensor:
@@ -139,6 +116,24 @@ class MoE(nn.Layer):
         """[B, L, D] to [B, L, D]; `token_mask` as in `Gate.forward`."""
         routed = self.experts(x, *self.gate(x, token_mask))
         return routed if self.shared_experts is None else routed + self.shared_experts(x)
+
+
+class GatedSharedMoE(nn.Layer):
+    """Routed experts, and a shared expert whose output has a weight for each token."""
+
+    never_packed = ("shared_expert_gate",)
+
+    def __init__(self, gate: Gate, experts: Experts, shared_expert: GatedMLP, hidden_size: int):
+        super().__init__()
+        self.gate = gate
+        self.experts = experts
+        self.shared_expert = shared_expert
+        self.shared_expert_gate = linear(hidden_size, 1)
+
+    def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
+        """[B, L, D] to [B, L, D]; `token_mask` as in `Gate.forward`."""
+        routed = self.experts(x, *self.gate(x, token_mask))
+        return routed + F.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
 
 
 class LayerWithoutExperts(DecoderLayer):

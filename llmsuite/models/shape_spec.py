@@ -108,15 +108,17 @@ class MoE:
     shared_width: int
     """Total width of all shared experts; 0 for none."""
     shared_gated: bool = False
-    """True where the shared experts have a separate gate."""
+    """True where the output of the shared experts has a weight for each token (`moe.GatedSharedMoE`)."""
     normed: bool = False
     """True where the weights of a token's experts are normalized to add up to 1."""
-    clipped: bool = False
-    """True where the divisor of that normalisation is clipped."""
+    least_total: float | None = None
+    """Smallest divisor of that normalisation; None for no limit."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
     """Function from the logits of a token to the scores of its experts."""
     choice_biased: bool = False
-    """True where experts are chosen with a bias for balance (`moe.Gate.add_bias`)."""
+    """True where experts are chosen with a bias for balance (`moe.Gate.e_score_correction_bias`)."""
+    bias_is_row: bool = False
+    """True where this bias has the shape [1, E], False for [E]."""
     groups: int = 1
     """Number of equal groups that the experts are in."""
     chosen_groups: int = 1

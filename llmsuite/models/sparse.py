@@ -6,12 +6,14 @@ shapes and the forward pass.
 
 from __future__ import annotations
 
+from paddle import nn
+
 from llmsuite.devices.ops import Ops
 from llmsuite.models.blocks import DecoderLayer, GatedMLP
 from llmsuite.models.decoder_config import DenseConfig
 from llmsuite.models.dense import make_attention, make_mlp, make_norm
 from llmsuite.models.experts import Experts
-from llmsuite.models.moe import GroupedGate, LayerWithoutExperts, MoE, MoELayer, MoELM, MTPLayer
+from llmsuite.models.moe import Gate, GatedSharedMoE, LayerWithoutExperts, MoE, MoELayer, MoELM, MTPLayer
 from llmsuite.models.shape_spec import LayerSpec
 from llmsuite.models.shape_spec import MoE as MoESpec
 
@@ -34,7 +36,7 @@ def _make_layer(config: DenseConfig, ops: Ops, spec: LayerSpec) -> DecoderLayer:
     attention = make_attention(config, ops, spec)
     if not isinstance(spec.mlp, MoESpec):
         return LayerWithoutExperts(first, attention, second, make_mlp(config, ops, spec))
-    mixture = _make_mixture(config.hidden_size, ops, spec.mlp)
+    mixture = make_mixture(config.hidden_size, ops, spec.mlp)
     if spec.is_mtp:
         size = config.hidden_size
         return MTPLayer(
@@ -43,7 +45,13 @@ def _make_layer(config: DenseConfig, ops: Ops, spec: LayerSpec) -> DecoderLayer:
     return MoELayer(first, attention, second, mixture)
 
 
-def _make_mixture(hidden_size: int, ops: Ops, spec: MoESpec) -> MoE:
-    shared = GatedMLP(hidden_size, spec.shared_width, ops) if spec.shared_width else None
+def make_mixture(hidden_size: int, ops: Ops, spec: MoESpec) -> nn.Layer:
+    """The routed experts of a layer with their gate, and its shared ones."""
+    gate = Gate(hidden_size, spec)
     experts = Experts(spec.experts, hidden_size, spec.width, ops)
-    return MoE(GroupedGate(hidden_size, spec), experts, shared)
+    if not spec.shared_width:
+        return MoE(gate, experts)
+    shared = GatedMLP(hidden_size, spec.shared_width, ops)
+    if spec.shared_gated:
+        return GatedSharedMoE(gate, experts, shared, hidden_size)
+    return MoE(gate, experts, shared)

@@ -1,4 +1,4 @@
-"""Shard plans of described decoders with experts for tensor and sequence parallelism: as without. Imports no Paddle.
+"""Shard plan of decoders with experts for tensor and sequence parallelism: as without. Imports no Paddle.
 
 Each rank has some of the routed experts; the shared ones are sharded along their width.
 """
@@ -11,17 +11,19 @@ from collections.abc import Iterator
 from llmsuite.models.decoder_config import DenseConfig
 from llmsuite.models.dense_plan import WITHOUT_MLP_BIASES as DENSE
 from llmsuite.models.shape_spec import GatedMLP, MoE
-from llmsuite.models.shard_plan import ShardPlan, indivisible
+from llmsuite.models.shard_plan import indivisible
 
-_IN_EVERY_LAYER = frozenset(
-    (
-        "model.layers.*.self_attn.[qkv]_proj.bias",
-        "model.layers.*.mlp.gate_proj.weight",
-        "model.layers.*.mlp.up_proj.weight",
-        "model.layers.*.mlp.down_proj.weight",
+ROUTED = ("model.layers.*.mlp.experts.*_proj.weight", 0)
+"""The entry of `ShardPlan.shard_dims` for routed experts."""
+
+
+def shared_dims(module: str) -> tuple[tuple[str, int], ...]:
+    """The entries of `ShardPlan.shard_dims` for the shared experts, the module of an MLP with this name."""
+    return (
+        (f"model.layers.*.mlp.{module}.gate_proj.weight", 1),
+        (f"model.layers.*.mlp.{module}.up_proj.weight", 1),
+        (f"model.layers.*.mlp.{module}.down_proj.weight", 0),
     )
-)
-"""Patterns of parameters that a family without biases whose layers all have experts does not have."""
 
 
 def _problems(config: DenseConfig, tp: int) -> Iterator[str]:
@@ -35,42 +37,23 @@ def _problems(config: DenseConfig, tp: int) -> Iterator[str]:
         if isinstance(layer.mlp, GatedMLP):
             sizes["intermediate_size"] = layer.mlp.width
         elif isinstance(layer.mlp, MoE) and layer.mlp.shared_width:
-            sizes["n_shared_experts x moe_intermediate_size"] = layer.mlp.shared_width
+            sizes[config.shared_key] = layer.mlp.shared_width
     yield from indivisible(sizes, tp)
 
 
-def experts_plan(experts_key: str) -> ShardPlan:
-    """The plan of a family whose layers all have experts, without shared ones and biases.
-
-    Args:
-        experts_key: the field of the config with the number of experts.
-    """
-    return dataclasses.replace(
-        DENSE,
-        shard_dims=(
-            *(entry for entry in DENSE.shard_dims if entry[0] not in _IN_EVERY_LAYER),
-            ("model.layers.*.mlp.experts.*_proj.weight", 0),
-        ),
-        problems=_problems,
-        experts="model.layers.*.mlp.experts",
-        num_experts=experts_key,
-        gates="model.layers.*.mlp.gate",
-    )
-
-
-def shared_experts_plan(experts_key: str) -> ShardPlan:
-    """The plan of a family with dense layers, shared experts, a bias of the choice and MTP layers; the argument is that
-    of `experts_plan`."""
-    return dataclasses.replace(
-        experts_plan(experts_key),
-        shard_dims=(
-            *DENSE.shard_dims,
-            ("model.layers.*.mlp.experts.*_proj.weight", 0),
-            ("model.layers.*.mlp.shared_experts.gate_proj.weight", 1),
-            ("model.layers.*.mlp.shared_experts.up_proj.weight", 1),
-            ("model.layers.*.mlp.shared_experts.down_proj.weight", 0),
-        ),
-        mtp_norms="model.layers.*.shared_head.norm",
-        mtp_inputs=("model.layers.*.enorm", "model.layers.*.hnorm", "model.layers.*.eh_proj"),
-        gate_bias="e_score_correction_bias",
-    )
+PLAN = dataclasses.replace(
+    DENSE,
+    shard_dims=(
+        *DENSE.shard_dims,
+        ROUTED,
+        *shared_dims("shared_experts"),
+        *shared_dims("shared_expert"),
+    ),
+    problems=_problems,
+    experts="model.layers.*.mlp.experts",
+    gates="model.layers.*.mlp.gate",
+    gate_bias="e_score_correction_bias",
+    mtp_norms="model.layers.*.shared_head.norm",
+    mtp_inputs=("model.layers.*.enorm", "model.layers.*.hnorm", "model.layers.*.eh_proj"),
+)
+"""It has entries for all parameters that any described decoder with experts has, but not the name of `num_experts`."""

@@ -350,7 +350,7 @@ def mlp_kept(layer: LayerSpec, hidden: int, batch: MicroBatch, settings: Activat
     # scores; for each choice its number, weight and place among the sorted rows
     gate = tokens * (2 * what.experts * 4 + what.chosen * (3 * INDEX_BYTES + 4))
     if what.normed:
-        gate += tokens * (2 * what.chosen + 1 + what.clipped) * 4
+        gate += tokens * (2 * what.chosen + 1 + (what.least_total is not None)) * 4
     if what.shared_gated:
         shared += tokens * (hidden + 1) * e  # both factors
     return routed + shared + gate

@@ -124,9 +124,9 @@ def routing() -> None:
             logits = np.einsum("bld,de->ble", wide(x), wide(gate.weight))
         scores = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True) if is_softmax else 1 / (1 + np.exp(-logits))
         expected = np.take_along_axis(scores, chosen.numpy(), -1)
-        if gate.is_normed:
+        if gate.spec.normed:
             expected /= expected.sum(-1, keepdims=True)
-        near(weights, expected * gate.factor, 1e-5, paddle.float32)
+        near(weights, expected * gate.spec.factor, 1e-5, paddle.float32)
 
 
 # the optimizer

@@ -19,10 +19,10 @@ from llmsuite.models.deepseek.attention import absorbed_attention, latent_attent
 from llmsuite.models.deepseek.config import DeepSeekConfig
 from llmsuite.models.deepseek.shape_spec import mixture_spec
 from llmsuite.models.exact import has_hooks
-from llmsuite.models.experts import Experts
 from llmsuite.models.linear import is_matrix, is_plain_linear
-from llmsuite.models.moe import GroupedGate, LayerWithoutExperts, MoE, MoELayer, MoELM, MTPLayer
+from llmsuite.models.moe import LayerWithoutExperts, MoELayer, MoELM, MTPLayer
 from llmsuite.models.mtp import num_layers
+from llmsuite.models.sparse import make_mixture
 
 _LATENT_EPS = 1e-6
 """Epsilon of the norms of compressed queries, keys and values, whatever rms_norm_eps is."""
@@ -141,9 +141,7 @@ def _layer(config: DeepSeekConfig, ops: Ops, number: int) -> DecoderLayer:
     around = _norm(config, ops), Attention(config, ops), _norm(config, ops)
     if not config.has_experts(number):
         return LayerWithoutExperts(*around, GatedMLP(config.hidden_size, config.intermediate_size, ops))
-    experts = Experts(config.n_routed_experts, config.hidden_size, config.moe_intermediate_size, ops)
-    shared = GatedMLP(config.hidden_size, config.shared_size, ops)
-    mixture = MoE(GroupedGate(config.hidden_size, mixture_spec(config)), experts, shared)
+    mixture = make_mixture(config.hidden_size, ops, mixture_spec(config))
     if number >= config.num_hidden_layers:
         return MTPLayer(*around, mixture, config.hidden_size, lambda: _norm(config, ops))
     return MoELayer(*around, mixture)

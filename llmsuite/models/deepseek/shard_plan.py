@@ -11,8 +11,9 @@ from collections.abc import Iterator
 
 from llmsuite.models.deepseek.config import DeepSeekConfig
 from llmsuite.models.dense_plan import WITHOUT_MLP_BIASES as DENSE
-from llmsuite.models.dense_plan import expert_dims
 from llmsuite.models.shard_plan import indivisible
+from llmsuite.models.sparse_plan import PLAN as SPARSE
+from llmsuite.models.sparse_plan import ROUTED, shared_dims
 
 
 def _problems(config: DeepSeekConfig, tp: int) -> Iterator[str]:
@@ -26,20 +27,16 @@ def _problems(config: DeepSeekConfig, tp: int) -> Iterator[str]:
 
 
 PLAN = dataclasses.replace(
-    DENSE,
+    SPARSE,
     shard_dims=(
         *(entry for entry in DENSE.shard_dims if ".self_attn." not in entry[0]),
         ("model.layers.*.self_attn.q_proj.weight", 1),
         ("model.layers.*.self_attn.q_b_proj.weight", 1),
         ("model.layers.*.self_attn.kv_b_proj.weight", 1),
         ("model.layers.*.self_attn.o_proj.weight", 0),
-        *expert_dims("shared_experts"),
+        ROUTED,
+        *shared_dims("shared_experts"),
     ),
     problems=_problems,
-    experts="model.layers.*.mlp.experts",
     num_experts="n_routed_experts",
-    mtp_norms="model.layers.*.shared_head.norm",
-    mtp_inputs=("model.layers.*.enorm", "model.layers.*.hnorm", "model.layers.*.eh_proj"),
-    gates="model.layers.*.mlp.gate",
-    gate_bias="e_score_correction_bias",
 )

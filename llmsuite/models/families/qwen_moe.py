@@ -1,4 +1,4 @@
-"""The shape of a Qwen model with experts, and its published sizes. Imports no Paddle."""
+"""Qwen with experts: its config, its description and its published sizes. Imports no Paddle."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any, ClassVar, Literal
 from typing_extensions import Self
 
 from llmsuite.base.errors import UserError
-from llmsuite.models.decoder_config import NonNegativeInt, NumLayers, PositiveInt, in_written_order
+from llmsuite.models.decoder_config import SMALL, NonNegativeInt, NumLayers, PositiveInt, in_written_order
 from llmsuite.models.families.qwen import QwenShape
+from llmsuite.models.shape_spec import MoE, ShapeSpec
 
 
 @in_written_order
@@ -19,7 +20,9 @@ class QwenMoeConfig(QwenShape):
     """Qwen2-MoE and Qwen3-MoE. Names are those of HF's config.json."""
 
     family: ClassVar[str] = "qwen_moe"
+    network: ClassVar[str] = "llmsuite.models.sparse:SparseLM"
     experts_key: ClassVar[str] = "num_experts"
+    shared_key: ClassVar[str] = "shared_expert_intermediate_size"
 
     model_type: Literal["qwen2_moe", "qwen3_moe"] = "qwen3_moe"
     """qwen2_moe: biases on q, k and v, and a shared expert with a gate of its own. qwen3_moe: a norm on each head of q
@@ -55,6 +58,26 @@ class QwenMoeConfig(QwenShape):
     def has_experts(self, layer: int) -> bool:
         """True if a layer, counted from 0, has experts."""
         return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
+
+    def shape_spec(self) -> ShapeSpec:
+        """A Qwen some of whose layers have experts, those of Qwen2 with a shared expert that has a gate of its own."""
+        attention = self.grouped_query(biased=self.has_qkv_bias, normed="heads" if self.has_head_norms else None)
+        mixture = MoE(
+            experts=self.num_experts,
+            chosen=self.num_experts_per_tok,
+            width=self.moe_intermediate_size,
+            shared_width=self.shared_size,
+            shared_gated=self.shared_size > 0,
+            normed=self.norm_topk_prob,
+        )
+        dense = self.layer(attention)
+        routed = self.layer(attention, mixture)
+        return self.decoder([routed if self.has_experts(i) else dense for i in range(self.num_hidden_layers)])
+
+    @property
+    def paddlenlp_prefix(self) -> str | None:
+        """None for Qwen3-MoE, which PaddleNLP does not have."""
+        return "qwen2_moe." if self.model_type == "qwen2_moe" else None
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules between the fields, as (field, message)."""
@@ -145,24 +168,15 @@ PRESETS: dict[str, dict[str, Any]] = {
 """Shapes as published."""
 
 SMOKE: dict[str, Any] = {
+    **SMALL,
     "model_type": "qwen3_moe",
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 128,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 48,
-    "num_hidden_layers": 4,
     "mlp_only_layers": [0],
     "num_experts": 8,
     "num_experts_per_tok": 2,
     "norm_topk_prob": True,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "head_dim": 16,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.1,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
 }
 """Small enough for a laptop, with a layer of either kind; its vocabulary is that of data/tokenizer."""
 SMOKE_KEEPS = ("model_type", "norm_topk_prob", "tie_word_embeddings")

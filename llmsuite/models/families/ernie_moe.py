@@ -1,4 +1,4 @@
-"""The shape of an ERNIE-4.5 model with experts, and its published sizes. Imports no Paddle."""
+"""ERNIE-4.5 with experts: its config, its description and its published sizes. Imports no Paddle."""
 
 from __future__ import annotations
 
@@ -8,8 +8,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Le
 
-from llmsuite.models.decoder_config import NonNegativeInt, NumLayers, PositiveFloat, PositiveInt, in_written_order
+from llmsuite.models.decoder_config import (
+    SMALL,
+    NonNegativeInt,
+    NumLayers,
+    PositiveFloat,
+    PositiveInt,
+    in_written_order,
+)
 from llmsuite.models.families.ernie import ErnieShape
+from llmsuite.models.shape_spec import MoE, ShapeSpec
 
 
 @in_written_order
@@ -18,7 +26,13 @@ class ErnieMoeConfig(ErnieShape):
     """ERNIE-4.5 with experts, for text. Names are those of HF's config.json."""
 
     family: ClassVar[str] = "ernie_moe"
+    network: ClassVar[str] = "llmsuite.models.sparse:SparseLM"
     experts_key: ClassVar[str] = "moe_num_experts"
+    shared_key: ClassVar[str] = "moe_num_shared_experts x moe_intermediate_size"
+    hf_parts: ClassVar[Mapping[str, str]] = {
+        "mlp.gate.e_score_correction_bias": "mlp.moe_statics.e_score_correction_bias"
+    }
+    not_loaded: ClassVar[tuple[str, ...]] = ("model.mtp_",)
     architectures: ClassVar[Mapping[str, str]] = {"ernie4_5_moe": "Ernie4_5_MoeForCausalLM"}
     fixed: ClassVar[Mapping[str, Any]] = {
         **ErnieShape.fixed,
@@ -72,6 +86,23 @@ class ErnieMoeConfig(ErnieShape):
         last = self.num_hidden_layers - 1 if self.moe_layer_end_index == -1 else self.moe_layer_end_index
         return self.moe_layer_start_index <= layer <= last and (layer + 1) % self.moe_layer_interval == 0
 
+    def shape_spec(self) -> ShapeSpec:
+        """An ERNIE some of whose layers have experts, which are chosen with a bias."""
+        attention = self.grouped_query(interleaved=True)
+        mixture = MoE(
+            experts=self.moe_num_experts,
+            chosen=self.moe_k,
+            width=self.moe_intermediate_size,
+            shared_width=self.shared_size,
+            normed=True,
+            least_total=self.moe_norm_min,
+            choice_biased=True,
+            bias_is_row=True,
+        )
+        dense = self.layer(attention)
+        routed = self.layer(attention, mixture)
+        return self.decoder([routed if self.has_experts(i) else dense for i in range(self.num_hidden_layers)])
+
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules between the fields, as (field, message)."""
         if self.moe_k > self.moe_num_experts:
@@ -106,21 +137,12 @@ PRESETS: dict[str, dict[str, Any]] = {
 """Shapes as published."""
 
 SMOKE: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 128,
+    **SMALL,
     "moe_intermediate_size": 32,
-    "num_hidden_layers": 4,
     "moe_num_experts": 8,
     "moe_num_shared_experts": 1,
     "moe_k": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
     "tie_word_embeddings": True,
-    "initializer_range": 0.1,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
 }
 """Small enough for a laptop, with a layer of either kind; its vocabulary is that of data/tokenizer."""
 SMOKE_KEEPS = ("tie_word_embeddings",)
