@@ -38,3 +38,36 @@ def imports(trees: Trees) -> Iterator[tuple[str, str, int]]:
                 members = [f"{node.module}.{alias.name}" for alias in node.names]
                 targets = [member if member in trees else node.module for member in members]
             yield from ((name, target, node.lineno) for target in targets if target in trees and target != name)
+
+
+def first_imports(tree: ast.Module) -> Iterator[str]:
+    """Names that a module imports when it is imported itself: not those of functions, nor those for type checkers.
+    Of `from a import b` both `a` and `a.b`."""
+    waiting: list[ast.stmt] = [*tree.body]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            waiting += node.orelse
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            waiting += [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
+
+
+def importers(trees: Trees, packages: frozenset[str]) -> Mapping[str, str]:
+    """Modules that import one of these packages when they are imported, and the import that leads there."""
+    imported = {name: [*first_imports(tree)] for name, tree in trees.items()}
+    found: dict[str, str] = {}
+    while True:
+        more = {
+            name: target
+            for name, targets in imported.items()
+            for target in targets
+            if name not in found and (target in found or target.partition(".")[0] in packages)
+        }
+        if not more:
+            return found
+        found |= more

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.house import Trees, house, imports, parse
+from tests.support.house import Trees, house, importers, imports, parse
 from tests.support.paths import ROOT
 
 LAYERS = (
@@ -340,3 +340,29 @@ def test_what_breaks_a_rule_is_found(crooked: Trees) -> None:
     assert run_plans(crooked) == {"llmsuite.engine.loop": 2}
     assert patches(crooked) == [f"llmsuite.models.layers:{line}" for line in (6, 7, 9, 9, 10, 12, 13)]
     assert too_long(crooked) == ["llmsuite.engine.step.train_step: 61 lines"]
+
+
+LIGHT = ("base", "cli", "contract", "data", "launch", "planning", "recipe")
+"""Rooms that commands use before, or without, Paddle, which takes two seconds to import."""
+
+
+def test_what_says_so_imports_no_paddle() -> None:
+    """An import by other modules counts too: one that joins a module can make all its importers heavy."""
+    heavy = importers(house(), frozenset({"paddle", "paddlenlp"}))
+    light = {name for name, tree in house().items() if "Imports no Paddle" in (ast.get_docstring(tree) or "")}
+    light |= {"llmsuite", "llmsuite.__main__", "llmsuite.api", "llmsuite.builtin"}
+    light |= {name for name in house() if name.partition(".")[2].partition(".")[0] in LIGHT}
+    assert len(light) > 200
+    assert {name: heavy[name] for name in light & heavy.keys()} == {}
+
+
+def test_imports_of_imports_are_found() -> None:
+    texts = {
+        "a": "from b import c",
+        "b": "def late():\n    import paddle",
+        "b.c": "try:\n    import d\nexcept ImportError:\n    pass",
+        "d": "class D:\n    from paddle.nn import Layer",
+        "e": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import paddle",
+    }
+    trees = {name: ast.parse(text) for name, text in texts.items()}
+    assert importers(trees, frozenset({"paddle"})) == {"a": "b.c", "b.c": "d", "d": "paddle.nn.Layer"}
