@@ -24,6 +24,7 @@ PositiveInt = Annotated[int, Gt(0), Le(1 << 30)]
 NonNegativeInt = Annotated[int, Ge(0), Le(1 << 30)]
 PositiveFloat = Annotated[float, Gt(0)]
 TokenId = Annotated[int, Ge(0), Le(1 << 30)]
+RotaryPart = Annotated[float, Gt(0), Le(1)]
 NumLayers = Annotated[int, Gt(0), Le(10_000)]
 """Bounded, as the names of all layers are created before any file is read."""
 MAX_EXPERTS = 1 << 20
@@ -334,3 +335,32 @@ class DenseConfig(GroupedQueryConfig):
     def gguf_interleaves(self) -> bool:
         """True where GGUF has the rotary halves of queries and keys as neighbours."""
         return False
+
+
+@in_written_order
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PartlyRotatedConfig(DenseConfig):
+    """Shape of a described decoder that may rotate only the first elements of a head."""
+
+    rope_scaling: dict[str, Any] | None = None
+    partial_rotary_factor: RotaryPart = 1.0
+    """Part of a head that is rotated: its first elements."""
+
+    @property
+    def rotary_size(self) -> int:
+        """Size of the part of a head that is rotated."""
+        return int(self.head_size * self.partial_rotary_factor)
+
+    def grouped_query(self, **choices: Any) -> GroupedQuery:
+        """As that of `DenseConfig`, with the part that is rotated."""
+        rotary_size = None
+        if self.rotary_size != self.head_size:
+            rotary_size = self.rotary_size
+        return super().grouped_query(rotary_size=rotary_size, **choices)
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Rules between the fields, as (field, message)."""
+        if self.rotary_size % 2 or not self.rotary_size:
+            yield "partial_rotary_factor", f"gives {self.rotary_size} elements; rotary positions need an even number"
+            return
+        yield from super().problems()

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge
 
 from llmsuite.models.decoder_config import (
     SMALL,
-    DenseConfig,
     NumLayers,
+    PartlyRotatedConfig,
     PositiveFloat,
     PositiveInt,
+    RotaryPart,
     TokenId,
     in_written_order,
 )
@@ -22,7 +23,7 @@ from llmsuite.models.shape_spec import ShapeSpec
 
 @in_written_order
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GlmConfig(DenseConfig):
+class GlmConfig(PartlyRotatedConfig):
     """GLM-4-0414 and GLM-Z1. Names are those of HF's config.json."""
 
     family: ClassVar[str] = "glm"
@@ -42,29 +43,17 @@ class GlmConfig(DenseConfig):
     max_position_embeddings: PositiveInt = 131072
     rms_norm_eps: PositiveFloat = 0.00000015625
     rope_theta: Annotated[float, Ge(1)] = 10000.0
-    partial_rotary_factor: Annotated[float, Gt(0), Le(1)] = 0.5
-    """Part of a head that is rotated: its first elements."""
+    partial_rotary_factor: RotaryPart = 0.5
     attention_bias: bool = True
     """True where queries, keys and values have biases."""
     bos_token_id: TokenId | None = None
     eos_token_id: TokenId | list[TokenId] | None = dataclasses.field(default_factory=lambda: [151329, 151336, 151338])
     pad_token_id: int | None = 151329
 
-    @property
-    def rotary_size(self) -> int:
-        """Size of the part of a head that is rotated."""
-        return int(self.head_size * self.partial_rotary_factor)
-
     def shape_spec(self) -> ShapeSpec:
         """Norms before and after attention and MLP; neighbours are rotated together, in the first part of a head."""
-        attention = self.grouped_query(interleaved=True, rotary_size=self.rotary_size, biased=self.attention_bias)
+        attention = self.grouped_query(interleaved=True, biased=self.attention_bias)
         return self.decoder(self.layer(attention, norms="both"))
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Rules between the fields, as (field, message)."""
-        if self.rotary_size % 2 or not self.rotary_size:
-            yield "partial_rotary_factor", f"gives {self.rotary_size} elements; rotary positions need an even number"
-        yield from super().problems()
 
 
 # huggingface.co/zai-org/GLM-4-9B-0414, GLM-4-32B-0414, config.json

@@ -11,11 +11,12 @@ from typing_extensions import Self
 
 from llmsuite.models.decoder_config import (
     SMALL,
-    DenseConfig,
     NonNegativeInt,
     NumLayers,
+    PartlyRotatedConfig,
     PositiveFloat,
     PositiveInt,
+    RotaryPart,
     TokenId,
     group_problems,
     in_written_order,
@@ -26,7 +27,7 @@ from llmsuite.models.shape_spec import MoE, ShapeSpec
 
 @in_written_order
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GlmMoeConfig(DenseConfig):
+class GlmMoeConfig(PartlyRotatedConfig):
     """GLM-4.5 and GLM-4.6. Names are those of HF's config.json."""
 
     family: ClassVar[str] = "glm_moe"
@@ -68,8 +69,7 @@ class GlmMoeConfig(DenseConfig):
     max_position_embeddings: PositiveInt = 131072
     rms_norm_eps: PositiveFloat = 1e-5
     rope_theta: Annotated[float, Ge(1)] = 10000.0
-    partial_rotary_factor: Annotated[float, Gt(0), Le(1)] = 0.5
-    """Part of a head that is rotated: its first elements."""
+    partial_rotary_factor: RotaryPart = 0.5
     attention_bias: bool = False
     """True where queries, keys and values have biases."""
     use_qk_norm: bool = False
@@ -86,16 +86,9 @@ class GlmMoeConfig(DenseConfig):
     has_gate_bias: ClassVar[bool] = True
     """True where experts are chosen with a bias."""
 
-    @property
-    def rotary_size(self) -> int:
-        """Size of the part of a head that is rotated."""
-        return int(self.head_size * self.partial_rotary_factor)
-
     def shape_spec(self) -> ShapeSpec:
         """Attention of a partly rotated Llama, and the experts of DeepSeek-V3 after the first layers."""
-        rotary = self.rotary_size
         attention = self.grouped_query(
-            rotary_size=None if rotary == self.head_size else rotary,
             normed="heads" if self.use_qk_norm else None,
             biased=self.attention_bias,
         )
@@ -118,8 +111,6 @@ class GlmMoeConfig(DenseConfig):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules between the fields, as (field, message)."""
-        if self.rotary_size % 2 or not self.rotary_size:
-            yield "partial_rotary_factor", f"gives {self.rotary_size} elements; rotary positions need an even number"
         if self.first_k_dense_replace >= self.num_hidden_layers:
             layers = f"num_hidden_layers is {self.num_hidden_layers}"
             yield "first_k_dense_replace", f"is {self.first_k_dense_replace} and {layers}: no layer has experts"

@@ -6,16 +6,17 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge
 
 from llmsuite.base.errors import UserError
 from llmsuite.base.strict_json import ABOVE_ZERO
 from llmsuite.models.decoder_config import (
     SMALL,
-    DenseConfig,
     NumLayers,
+    PartlyRotatedConfig,
     PositiveFloat,
     PositiveInt,
+    RotaryPart,
     TokenId,
     in_written_order,
 )
@@ -24,7 +25,7 @@ from llmsuite.models.shape_spec import ShapeSpec
 
 @in_written_order
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PhiConfig(DenseConfig):
+class PhiConfig(PartlyRotatedConfig):
     """Phi-3, Phi-3.5 and Phi-4. Names are those of HF's config.json."""
 
     family: ClassVar[str] = "phi"
@@ -56,29 +57,19 @@ class PhiConfig(DenseConfig):
     rope_scaling: dict[str, Any] | None = None
     """Null, or {"rope_type": "longrope", "short_factor", "long_factor", "factor",
     "original_max_position_embeddings"}, with one factor for each pair that is rotated."""
-    partial_rotary_factor: Annotated[float, Gt(0), Le(1)] = 1.0
-    """Part of a head that is rotated: its first elements."""
+    partial_rotary_factor: RotaryPart = 1.0
     sliding_window: PositiveInt | None = None
     """Size of the attention window, in tokens, with the token itself. Null: full causal attention."""
     bos_token_id: TokenId | None = 1
     eos_token_id: TokenId | list[TokenId] | None = 32000
     pad_token_id: int | None = 32000
 
-    @property
-    def rotary_size(self) -> int:
-        """Size of the part of a head that is rotated."""
-        return int(self.head_size * self.partial_rotary_factor)
-
     def shape_spec(self) -> ShapeSpec:
         """A Llama of which a part of each head may be rotated, with or without a window."""
-        rotary_size = None if self.rotary_size == self.head_size else self.rotary_size
-        return self.decoder(self.layer(self.grouped_query(rotary_size=rotary_size, window=self.sliding_window)))
+        return self.decoder(self.layer(self.grouped_query(window=self.sliding_window)))
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules between the fields, as (field, message)."""
-        if self.rotary_size % 2 or not self.rotary_size:
-            yield "partial_rotary_factor", f"gives {self.rotary_size} elements; rotary positions need an even number"
-            return
         yield from super().problems()
         scaling = self.rope_scaling or {}
         original = scaling.get("original_max_position_embeddings", self.max_position_embeddings)
