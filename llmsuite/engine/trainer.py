@@ -58,7 +58,6 @@ from llmsuite.engine.reference_weights import load_reference_weights
 from llmsuite.engine.request_file import RequestFile
 from llmsuite.engine.resume import (
     RunIdentity,
-    RunRecord,
     file_digests,
     load_all,
     resume_from,
@@ -66,6 +65,7 @@ from llmsuite.engine.resume import (
 )
 from llmsuite.engine.rollouts import RolloutDataLoader, RolloutEngine, rollout_engine
 from llmsuite.engine.rules import LossScale, NoLossScale, StepRules
+from llmsuite.engine.run_record import RunRecord
 from llmsuite.engine.stage import Stage, StatefulStage
 from llmsuite.engine.step_profile import StepProfile
 from llmsuite.engine.stop import StopRequest
