@@ -91,6 +91,11 @@ class RunRecord:
                 differing.append(f"the order of {key}")
         return differing
 
+    def differs_in_length(self) -> bool:
+        """Return True where a key of the length is another one than in the run that was started."""
+        started = self.started_train()
+        return started is not None and length_keys(started) != length_keys(self.recipe["train"])
+
     def started_train(self) -> dict[str, Any] | None:
         """Return section `train` of the recipe that the run was last started with; None without a record of it."""
         started = self._started()
