@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from llmsuite.base.arguments import Port
 from llmsuite.base.errors import UserError
 from llmsuite.base.redaction import printable
+from llmsuite.base.safe_files import listed
 from llmsuite.base.strict_json import parse_json
 from llmsuite.base.suggestions import suggestion
 from llmsuite.cli.tables import JSON_HELP, print_json, print_table
@@ -211,16 +212,25 @@ def _show(run: Run, as_json: bool) -> int:
         facts = {"directory": str(run.directory), "status": run.status, "last_step": last, "events": run.events}
         print_json({**facts, "environment": run.environment, "recipe": run.recipe})
         return 0
-    rows = [("directory", str(run.directory)), ("status", run.status), ("stage", str(run.recipe.get("stage", "")))]
+    rows = [("directory", str(run.directory)), ("status", _status(run)), ("stage", str(run.recipe.get("stage", "")))]
     shown = ("started", "host", "mesh", "device")
     rows += [(name, str(run.environment[name])) for name in shown if name in run.environment]
     if run.steps:
         rows += [(name, f"{value:.6g}") for name, value in run.steps[-1].items() if isinstance(value, (int, float))]
-    print_table((), rows)
+    print_table((), [(name, printable(value)) for name, value in rows])
     for event in run.events:
         rest = "  ".join(f"{key} {value}" for key, value in event.items() if key not in ("time", "event"))
         print(printable(f"{event.get('time', '')}  {event.get('event', '')}  {rest}".rstrip()))
     return 0
+
+
+def _status(run: Run) -> str:
+    """The status of a run, with the cause of a failure, and how to continue it."""
+    error = run.events[-1].get("error") if run.events else None
+    status = f"{run.status}: {error}" if error else run.status
+    if run.status in ("stopped", "failed", "hung", "died") and listed(run.directory / "checkpoints", "step-*"):
+        return f"{status}; the same command with --resume continues it"
+    return status
 
 
 def _last_values(runs: Sequence[Run], metric: str) -> list[float | None]:
