@@ -155,7 +155,8 @@ def list_runs(
         _check_columns("--columns", columns, known)
         _check_columns("--sort", [sort] if sort else [], known)
         _check_columns("--where", [condition.column for condition in conditions], known)
-    rows = {path: facts for path, facts in rows.items() if all(condition.is_met(facts) for condition in conditions)}
+    for condition in conditions:
+        rows = {path: facts for path, facts in rows.items() if condition.is_met(facts)}
     if sort:
         present = [path for path, facts in rows.items() if facts.get(sort) is not None]
         missing = [path for path in rows if path not in present]
