@@ -12,17 +12,20 @@ ASK := --max_new_tokens 40 \
 	--prompt "Is 9 smaller than 4? Answer yes or no, nothing else." \
 	--prompt "What is 12 plus 5? Reply with the number only."
 
-.PHONY: demo demo-rl test test-further pythons parity matrix faults bench roofline scaling check docs site lock audit sbom clean
+.PHONY: demo demo-dpo demo-rl test test-further pythons parity matrix faults bench roofline scaling check docs site lock audit sbom clean
 
 demo: $(VENV)/demo $(MODEL)
+	rm -rf runs/demo
+	$(BIN)/python examples/style/demo.py $(MODEL) --output_dir runs/demo
+
+demo-dpo: $(VENV)/demo $(MODEL)
 	@echo; echo "== before"
 	$(BIN)/llmsuite generate $(MODEL) $(ASK)
 	@echo; echo "== direct preference optimisation of the 135M model"
-	rm -rf runs/demo
-	$(BIN)/llmsuite run recipes/llama/smollm2-dpo.json --output_dir=runs/demo
+	rm -rf runs/demo-dpo
+	$(BIN)/llmsuite run recipes/llama/smollm2-dpo.json --output_dir=runs/demo-dpo
 	@echo; echo "== after"
-	$(BIN)/llmsuite generate runs/demo $(ASK)
-	@echo; echo "checkpoint: runs/demo/checkpoints/$$(cat runs/demo/checkpoints/latest)   metrics: runs/demo/metrics.jsonl"
+	$(BIN)/llmsuite generate runs/demo-dpo $(ASK)
 
 demo-rl: $(VENV)/demo
 	rm -rf runs/digits-pretrain runs/digits-rl-start runs/digits-grpo

@@ -13,6 +13,8 @@ from llmsuite.base.redaction import printable, redacted
 
 T = TypeVar("T")
 _QUIET_SECONDS = 5.0
+_SHORT = {"learning_rate": "lr"}
+"""Short names of metrics, with which a line of six fits into 80 columns."""
 
 
 def is_first_rank() -> bool:
@@ -69,7 +71,7 @@ def track_bytes(total: int, what: str) -> Iterator[Callable[[int], None]]:
 
 
 class StepProgress:
-    """The progress of training: one line for each logged step."""
+    """The progress of training: a line for each logged step, and on a terminal a bar below these lines."""
 
     def __init__(self, total_steps: int, first_step: int, shown: tuple[str, ...]):
         self._total = total_steps
@@ -79,38 +81,45 @@ class StepProgress:
         self._bar = None
         if is_first_rank() and sys.stdout.isatty():
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-            from rich.table import Column
 
             self._bar = Progress(
                 TextColumn("step"),
                 BarColumn(bar_width=16),
                 MofNCompleteColumn(),
-                # long text continues in a second line on a narrow terminal; the other columns are never cut
-                TextColumn("{task.fields[text]}", table_column=Column(no_wrap=False)),
+                TextColumn("{task.fields[speed]}"),
                 TimeRemainingColumn(),
+                refresh_per_second=2,
             )
-            self._task = self._bar.add_task("step", total=total_steps, completed=self._done, text="")
+            self._task = self._bar.add_task("step", total=total_steps, completed=self._done, speed="")
             self._bar.start()
 
     def step(self, step: int, metrics: Mapping[str, float] | None) -> None:
         """Show that a step is done; `metrics` are given for logged steps."""
         if not is_first_rank():
             return
-        text = self._text(metrics) if metrics else None
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
-            if text:
-                self._bar.update(self._task, text=text)
-        elif text:
+            if metrics:
+                self._bar.update(self._task, speed=_speed(metrics))
+                text = f"step {step}  {self._text(metrics, _SHORT)}"
+                # cut at the width of the terminal: metrics.jsonl has all of it
+                self._bar.console.print(text, no_wrap=True, overflow="ellipsis", markup=False, highlight=False)
+        elif metrics:
             rate = (time.monotonic() - self._start) / (step - self._done)
             minutes, seconds = divmod(round(rate * (self._total - step)), 60)
             left = f"{minutes // 60:02d}:{minutes % 60:02d}:{seconds:02d}"  # may be more than 24 hours
+            text = f"{self._text(metrics, {})}  {_speed(metrics)}"
             print(f"step {step}/{self._total}  {text}  left {left}", flush=True)
 
-    def _text(self, metrics: Mapping[str, float]) -> str:
-        parts = [f"{name.split('/')[-1]} {metrics[name]:.4g}" for name in self._shown if name in metrics]
-        return "  ".join([*parts, f"{metrics['speed']:.3g} step/s", f"{metrics['ips_total']:.0f} tokens/s"])
+    def _text(self, metrics: Mapping[str, float], short: Mapping[str, str]) -> str:
+        """The metrics to show, those in `short` by their short names."""
+        shown = [name for name in self._shown if name in metrics]
+        return "  ".join(f"{short.get(name, name.split('/')[-1])} {metrics[name]:.4g}" for name in shown)
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+def _speed(metrics: Mapping[str, float]) -> str:
+    return f"{metrics['speed']:.3g} step/s  {metrics['ips_total']:.0f} tokens/s"

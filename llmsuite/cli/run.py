@@ -24,6 +24,7 @@ from llmsuite.contract.specs import JobSpec, ModelFamily, StageSpec
 if TYPE_CHECKING:
     from llmsuite.contract.schema.recipe import LaunchSection, Recipe
     from llmsuite.devices.base import DeviceBackend
+    from llmsuite.launch.ends import End
     from llmsuite.launch.machines import Machines
     from llmsuite.launch.ranks import Work
     from llmsuite.launch.restarts import Restarts
@@ -57,10 +58,8 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.launch.output import tolerant_output, write_to
     from llmsuite.launch.restarts import is_restarted
     from llmsuite.observe.events import read_events
-    from llmsuite.recipe.code import code_files
     from llmsuite.recipe.elastic import check_min_nodes
     from llmsuite.recipe.fetch import fetch_names
-    from llmsuite.recipe.notes import run_notes
 
     check_min_nodes(plan.loaded, args.recipe, args.overrides, registry, args.smoke)
     machine, master = _machine(plan.loaded, is_smoke=plan.smoke_of is not None)
@@ -91,11 +90,40 @@ def run(args: Any, registry: Registry) -> int:
         write_to(1, 2)
         return run_rank(plan, registry, args.resume or is_restarted())
 
+    if reason := backend.unavailable(local_ranks):
+        raise RecipeError([plan.loaded.problem("device", f"{backend.name}: {reason}")])
+    _announce(args, plan, registry)
+    plan = fetch_names(plan.loaded, registry, _print_line, args.resume)  # once, before ranks wait for each other
+    plan.fetched(_print_line)
+    with tolerant_output():
+        if not starts_ranks:
+            code = run_rank(plan, registry, args.resume)
+            _print_next(plan, code)
+            return code
+        machines = Machines(machine, where.nnodes, master, _shared_part(plan.recipe), membership)
+        if backend.forks:
+            _import_ahead(plan.train.stage, plan.model.family)
+        work = _rank_work(backend, partial(run_rank, plan, registry), args.resume, sys.argv[1:])
+        restarts = _restarts(plan.output_dir, plan.train.stage, max_restarts)
+        num_before = len(read_events(plan.output_dir))
+        end = _launch(work, backend, local_ranks, logs, stall_seconds, machines, restarts)
+        has_rank_0 = plan.train.stage.trains and machine == 0
+        code = _note_end(plan.output_dir, end.code, num_before, has_rank_0, end.why if end.killed else "")
+        if end.killed and machine == 0:
+            print(f"{end.why}; to continue, add --resume to the same command", flush=True)
+        elif machine == 0:
+            _print_next(plan, code)
+        return code
+
+
+def _announce(args: Any, plan: RunPlan, registry: Registry) -> None:
+    """Print broken plugins, what a smoke run changes, code that the run executes, and warnings."""
+    from llmsuite.recipe.code import code_files
+    from llmsuite.recipe.notes import run_notes
+
     for info in registry.plugins:
         if info.error:
             print(f"plugin {info.name} does not work; see: llmsuite plugins list", file=sys.stderr)
-    if reason := backend.unavailable(local_ranks):
-        raise RecipeError([plan.loaded.problem("device", f"{backend.name}: {reason}")])
     if args.smoke:
         words = _smoke_words(plan.loaded, plan.model, plan.data, plan.parallel, plan.train)
         print(f"smoke run of {args.recipe}: {words}", flush=True)
@@ -103,19 +131,6 @@ def run(args: Any, registry: Registry) -> int:
         print(f"{key}: runs the code in {path}", flush=True)
     for note in run_notes(plan.data, plan.train, plan.parallel.device.name):
         print(f"warning: {note}", file=sys.stderr)
-    plan = fetch_names(plan.loaded, registry, _print_line, args.resume)  # once, before ranks wait for each other
-    plan.fetched(_print_line)
-    with tolerant_output():
-        if not starts_ranks:
-            return run_rank(plan, registry, args.resume)
-        machines = Machines(machine, where.nnodes, master, _shared_part(plan.recipe), membership)
-        if backend.forks:
-            _import_ahead(plan.train.stage, plan.model.family)
-        work = _rank_work(backend, partial(run_rank, plan, registry), args.resume, sys.argv[1:])
-        restarts = _restarts(plan.output_dir, plan.train.stage, max_restarts)
-        num_before = len(read_events(plan.output_dir))
-        code = _launch(work, backend, local_ranks, logs, stall_seconds, machines, restarts)
-        return _note_end(plan.output_dir, code, num_before, plan.train.stage.trains and machine == 0)
 
 
 def _smoke_words(
@@ -192,18 +207,18 @@ def _launch(
     stall_seconds: float | None,
     machines: Machines,
     restarts: Restarts,
-) -> int:
+) -> End:
     """Start the ranks of this machine, each with this work, and wait for them; `logs` is the directory for their
     output."""
     from llmsuite.data.rendering import end_rendering
-    from llmsuite.launch.launch import launch
+    from llmsuite.launch.launch import run_ranks
 
     end_rendering()  # of the first rows: forks of this process would keep its pipe open for as long as the run lasts
 
     def environment(local_rank: int) -> dict[str, str]:
         return {**backend.variables(num_ranks, local_rank), **backend.timeout_variables(stall_seconds)}
 
-    return launch(work, num_ranks, logs, environment, _write, machines, stall_seconds, restarts)
+    return run_ranks(work, num_ranks, logs, environment, _write, machines, stall_seconds, restarts)
 
 
 def _rank_work(backend: DeviceBackend, run_stage: Callable[[bool], int], resume: bool, words: Sequence[str]) -> Work:
@@ -260,15 +275,16 @@ def _restarts(run: Path, stage: StageSpec | JobSpec, max_restarts: int) -> Resta
     return Restarts(max_restarts, begins_at, note, "step" if answers is None else "answer")
 
 
-def _note_end(run: Path, code: int, num_before: int = 0, has_rank_0: bool = False) -> int:
+def _note_end(run: Path, code: int, num_before: int = 0, has_rank_0: bool = False, lost: str = "") -> int:
     """Record an end that rank 0 could not record itself: another rank has failed, the run hung, or rank 0 died before
-    it recorded its start.
+    it recorded its start. Of a rank or machine that was lost, rank 0 has recorded at most the effect.
 
     Args:
         run: the directory of the run.
         code: the exit code of the ranks.
         num_before: events of the run before the ranks were started.
         has_rank_0: rank 0 of a training run was among them.
+        lost: the rank or machine that was lost, in words; empty where none was.
 
     Returns:
         The exit code of the run: 0 where a signal came when it had just recorded that it ended, else that of the ranks.
@@ -278,7 +294,8 @@ def _note_end(run: Path, code: int, num_before: int = 0, has_rank_0: bool = Fals
     from llmsuite.observe.events import add_event, read_events
 
     events = read_events(run)
-    if code == 0 or (events and events[-1]["event"] in ("failed", "hung")):
+    is_recorded = bool(events) and events[-1]["event"] in ("failed", "hung")
+    if code == 0 or (is_recorded and not (lost and has_rank_0)):
         return code
     if code == INTERRUPTED:
         is_recording = has_rank_0 and len(events) > num_before
@@ -295,7 +312,8 @@ def _note_end(run: Path, code: int, num_before: int = 0, has_rank_0: bool = Fals
             if code == REFUSED or had_ended or not has_rank_0:
                 return code
             locks.enter_context(lock_directory(run))  # raises where another run uses it
-        add_event(run, "hung" if code == STALLED else "failed", exit_code=code)
+        cause = {"error": lost} if lost else {}
+        add_event(run, "hung" if code == STALLED else "failed", exit_code=code, **cause)
     return code
 
 
@@ -349,6 +367,26 @@ def run_rank(plan: RunPlan, registry: Registry, resume: bool) -> int:
     from llmsuite.engine.trainer import run as run_stage
 
     return run_stage(plan, registry, resume)
+
+
+def _print_next(plan: RunPlan, code: int) -> None:
+    """Print what to do next with a training run that has ended, or that the user has stopped."""
+    from llmsuite.checkpoint.directory import list_steps
+    from llmsuite.data.chat_template import tokenizer_template
+    from llmsuite.launch.ends import INTERRUPTED
+
+    saved = list_steps(plan.output_dir / "checkpoints")
+    if not plan.train.stage.trains or not saved:
+        return
+    if code == INTERRUPTED:
+        print("to continue, add --resume to the same command", flush=True)
+    if code != 0:
+        return
+    run = shlex.quote(str(plan.output_dir))
+    if plan.train.stage.head == "language_model":
+        ask = "--prompt 'Once upon a time'" if tokenizer_template(saved[-1][1]) is None else "--chat"
+        print(f"talk to it: llmsuite generate {run} {ask}")
+    print(f"look at it: llmsuite report {run}", flush=True)
 
 
 def _print_line(text: str) -> None:

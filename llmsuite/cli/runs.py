@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import operator
 import os
+import re
 import signal
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from llmsuite.base.arguments import Port
 from llmsuite.base.errors import UserError
 from llmsuite.base.redaction import printable
+from llmsuite.base.safe_files import listed
+from llmsuite.base.strict_json import parse_json
 from llmsuite.base.suggestions import suggestion
 from llmsuite.cli.tables import JSON_HELP, print_json, print_table
 from llmsuite.contract.registry import Registry
@@ -21,6 +25,61 @@ if TYPE_CHECKING:
 _COMPARED = ("loss", "eval/loss", "grad_norm", "ips_total", "avg_batch_cost", "avg_reader_cost", "peak_memory_bytes")
 _LISTED = "stage,status,step,loss,ips_total"
 _HEADS = {"ips_total": "tokens/s"}
+_CONDITION = re.compile(r"\s*([^=!<>\s]+)\s*(!=|<=|>=|=|<|>)\s*(.*?)\s*")
+_IS_MET: dict[str, Callable[[Any, Any], bool]] = {
+    "=": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+
+
+class Condition(NamedTuple):
+    """A condition on a column of a run, such as train.learning_rate<1e-3."""
+
+    column: str
+    operator: str
+    """A key of `_IS_MET`."""
+    value: Any
+    """The value as JSON, else as a text."""
+
+    def is_met(self, facts: Mapping[str, Any]) -> bool:
+        """Return True where the columns of a run meet it. Numbers have an order; a run without a number has none."""
+        found = facts.get(self.column)
+        if self.operator not in ("=", "!=") and not _is_number(found):
+            return False
+        return _IS_MET[self.operator](found, self.value)
+
+
+def parse_conditions(text: str) -> list[Condition]:
+    """Parse conditions that are separated by commas.
+
+    Raises:
+        UserError: a part is no condition, or compares the order of something else than a number.
+    """
+    conditions = []
+    for part in text.split(","):
+        match = _CONDITION.fullmatch(part)
+        if match is None:
+            raise UserError(
+                f"--where: {part.strip()!r} is no condition; write a column, one of = != < <= > >=, and a value, as in "
+                "stage=sft,train.learning_rate<1e-3"
+            )
+        column, sign, written = match.groups()
+        try:
+            value = parse_json(written)
+        except ValueError:
+            value = written
+        if sign not in ("=", "!=") and not _is_number(value):
+            raise UserError(f"--where: {part.strip()!r} compares with {written!r}, which is no number; use = or !=")
+        conditions.append(Condition(column, sign, value))
+    return conditions
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def add_arguments(parser: Any) -> None:
@@ -40,6 +99,12 @@ def add_arguments(parser: Any) -> None:
         "train.learning_rate, and metrics such as eval/loss, whose last values are shown",
     )
     parser.add_argument("--sort", type=str | None, default=None, help="with list: the column to sort by, least first")
+    parser.add_argument(
+        "--where",
+        type=str | None,
+        default=None,
+        help="with list: only runs that meet all conditions, as A=1,B<2: a column, one of = != < <= > >=, and a value",
+    )
     parser.add_argument("--descending", action="store_true", help="with --sort: greatest first")
     parser.add_argument("--json", action="store_true", help=JSON_HELP)
 
@@ -53,7 +118,8 @@ def run(args: Any, registry: Registry) -> int:
             raise UserError(f"runs list: there is no directory {odd[0]}; name one that runs are in or below")
         found = [read_run(run) for path in paths or [Path("runs")] for run in find_runs(path)]
         columns = [name.strip() for name in args.columns.split(",")]
-        return list_runs(found, columns, args.sort, args.descending, args.json)
+        conditions = [] if args.where is None else parse_conditions(args.where)
+        return list_runs(found, columns, args.sort, args.descending, args.json, conditions)
     if args.action == "show" and len(paths) != 1:
         raise UserError("runs show: takes the directory of one run")
     if args.action == "compare" and len(paths) < 2:
@@ -63,7 +129,12 @@ def run(args: Any, registry: Registry) -> int:
 
 
 def list_runs(
-    runs: Sequence[Run], columns: Sequence[str], sort: str | None, descending: bool = False, as_json: bool = False
+    runs: Sequence[Run],
+    columns: Sequence[str],
+    sort: str | None,
+    descending: bool = False,
+    as_json: bool = False,
+    conditions: Sequence[Condition] = (),
 ) -> int:
     """Print a row for each run. Returns the exit code.
 
@@ -73,6 +144,7 @@ def list_runs(
         sort: the column to sort by; runs without it come last.
         descending: True for the greatest first.
         as_json: True for JSON in place of a table.
+        conditions: what a run has to meet to be listed.
 
     Raises:
         UserError: no run has a column.
@@ -82,6 +154,9 @@ def list_runs(
     if runs:
         _check_columns("--columns", columns, known)
         _check_columns("--sort", [sort] if sort else [], known)
+        _check_columns("--where", [condition.column for condition in conditions], known)
+    for condition in conditions:
+        rows = {path: facts for path, facts in rows.items() if condition.is_met(facts)}
     if sort:
         present = [path for path, facts in rows.items() if facts.get(sort) is not None]
         missing = [path for path in rows if path not in present]
@@ -91,7 +166,7 @@ def list_runs(
     if as_json:
         print_json([{"run": path, **dict(zip(columns, values))} for path, values in chosen])
         return 0
-    if not runs:
+    if not rows:
         print("no runs")
         return 0
     print_table(
@@ -138,16 +213,25 @@ def _show(run: Run, as_json: bool) -> int:
         facts = {"directory": str(run.directory), "status": run.status, "last_step": last, "events": run.events}
         print_json({**facts, "environment": run.environment, "recipe": run.recipe})
         return 0
-    rows = [("directory", str(run.directory)), ("status", run.status), ("stage", str(run.recipe.get("stage", "")))]
+    rows = [("directory", str(run.directory)), ("status", _status(run)), ("stage", str(run.recipe.get("stage", "")))]
     shown = ("started", "host", "mesh", "device")
     rows += [(name, str(run.environment[name])) for name in shown if name in run.environment]
     if run.steps:
         rows += [(name, f"{value:.6g}") for name, value in run.steps[-1].items() if isinstance(value, (int, float))]
-    print_table((), rows)
+    print_table((), [(name, printable(value)) for name, value in rows])
     for event in run.events:
         rest = "  ".join(f"{key} {value}" for key, value in event.items() if key not in ("time", "event"))
         print(printable(f"{event.get('time', '')}  {event.get('event', '')}  {rest}".rstrip()))
     return 0
+
+
+def _status(run: Run) -> str:
+    """The status of a run, with the cause of a failure, and how to continue it."""
+    error = run.events[-1].get("error") if run.events else None
+    status = f"{run.status}: {error}" if error else run.status
+    if run.status in ("stopped", "failed", "hung", "died") and listed(run.directory / "checkpoints", "step-*"):
+        return f"{status}; the same command with --resume continues it"
+    return status
 
 
 def _last_values(runs: Sequence[Run], metric: str) -> list[float | None]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import errno
 import ipaddress
 import os
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from llmsuite.base.arguments import Port
 from llmsuite.base.errors import UserError
 from llmsuite.base.extras import install_command
 from llmsuite.base.hub.names import hub_name
+from llmsuite.base.progress import is_first_rank
 from llmsuite.base.web.client import API_KEY
 from llmsuite.cli.generate import (
     CONTROL_TOKENS_HELP,
@@ -32,6 +32,7 @@ from llmsuite.contract.schema.chat_templates import OF_TOKENIZER, TEMPLATE_HELP
 if TYPE_CHECKING:
     from llmsuite.inference.generate import Generator
     from llmsuite.inference.prompts import Prompter
+    from llmsuite.serving.loading import LoadingPort
 
 _PREFILL_CHUNK_CPU = 256
 _PREFILL_CHUNK = 2048
@@ -142,22 +143,53 @@ def run(args: Any, registry: Registry) -> int:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise UserError(f"serve: {error.name} is missing; install it with: {install_command('serve')}") from error
-    from llmsuite.cli.model import check_ranks, open_generator
+    from llmsuite.cli.model import check_ranks
     from llmsuite.cli.model_paths import resolve_model_arguments
     from llmsuite.launch.launch import is_worker
+    from llmsuite.serving.loading import LoadingPort
 
     _check_proxies(args.proxy or ())
     args.port = int(args.port)  # getaddrinfo accepts no subclass of int
-    if args.num_devices == 1 or not is_worker():  # checked before ranks are started
-        _check_address(args.host, args.port)
     names = args.name or [_option_name(args.model)]
-    resolve_model_arguments(args)
-    adapters = _adapters(args, names)
-    if args.num_devices > 1 and not is_worker():
-        check_ranks(args, registry)
-        return launch_ranks(args, registry)
+    with contextlib.ExitStack() as opened:
+        port = None
+        if is_first_rank():  # before a model is fetched and read, and before ranks are started
+            port = opened.enter_context(contextlib.closing(LoadingPort(args.host, args.port)))
+        resolve_model_arguments(args)
+        adapters = _adapters(args, names)
+        if args.num_devices > 1 and not is_worker():
+            check_ranks(args, registry)
+            opened.close()  # the first rank listens
+            return launch_ranks(args, registry)
+        if key is None and not _is_loopback(args.host):
+            print(f"warning: {args.host} can be reached by others, and no --api_key is set", file=sys.stderr)
+        if port is not None:
+            print(f"loading {names[0]}; requests to {port.address} get 503 until it is loaded", flush=True)
+        return _serve(args, registry, names, adapters, key, port)
+
+
+def _serve(
+    args: Any,
+    registry: Registry,
+    names: Sequence[str],
+    adapters: dict[str, Path],
+    key: str | None,
+    port: LoadingPort | None,
+) -> int:
+    """Load the model in this rank, and serve it until a signal comes. Returns the exit code.
+
+    Args:
+        args: the command line.
+        registry: registered families and devices.
+        names: names of the model for clients.
+        adapters: the directories of adapters by their names.
+        key: key that clients have to send; None for none.
+        port: where the first rank listens; None in another rank.
+    """
+    from llmsuite.cli.model import open_generator
+
     opened = open_generator(args, registry, refreshable=args.rl, adapters=adapters)
-    if not opened.is_main_rank:
+    if port is None:
         return _follow(opened.generator.decoder)
     from llmsuite.inference.driver import as_driver
     from llmsuite.inference.sampling_defaults import read_defaults
@@ -172,8 +204,6 @@ def run(args: Any, registry: Registry) -> int:
     opened.generator.decoder = leader or opened.generator.decoder
     args.prompt_piece = args.prompt_piece or (_PREFILL_CHUNK_CPU if args.device == "cpu" else _PREFILL_CHUNK)
     limits = Limits(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Limits)})
-    if key is None and not _is_loopback(args.host):
-        print(f"warning: {args.host} can be reached by others, and no --api_key is set", file=sys.stderr)
     defaults = read_defaults(opened.configs, args.generation_config)
     prompter = _prompter(opened.generator, args, needs_template=not opened.adapter_generators)
     weights = ServedWeights(opened.refreshable, registry.models) if args.rl else None
@@ -190,11 +220,8 @@ def run(args: Any, registry: Registry) -> int:
     if defaults.note:
         print(defaults.note, flush=True)
     hosts = None if key is not None else {args.host.lower(), *map(str.lower, args.allowed_host or ())}
-    server = make_server(service, make_app(service, key, weights, hosts), args.host, args.port, args.proxy or ())
-    try:
-        server.run()
-    except SystemExit as error:  # it could not listen, and has printed the reason
-        raise UserError(f"--host {args.host} --port {args.port}: cannot listen there") from error
+    server = make_server(service, make_app(service, key, weights, hosts), args.proxy or ())
+    server.run(port.hand_over())
     if leader is not None:
         leader.end()
     return 0
@@ -276,22 +303,6 @@ def _option_name(model: str) -> str:
     if name is None:
         return Path(model).absolute().name
     return name.repo.rpartition("/")[2]
-
-
-def _check_address(host: str, port: int) -> None:
-    """Raise UserError where another process listens or the host does not exist, before a model is fetched and read."""
-    try:
-        for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-            with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(
-                    socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-                )  # this option and the next as the server sets them
-                if family == socket.AF_INET6:
-                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                probe.bind(address)
-    except OSError as error:
-        if isinstance(error, socket.gaierror) or error.errno in (errno.EADDRINUSE, errno.EACCES):
-            raise UserError(f"--host {host} --port {port}: cannot listen there: {error.strerror}") from error
 
 
 def _is_loopback(host: str) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import re
+import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,6 +19,7 @@ from llmsuite.contract.registry import Registry
 
 if TYPE_CHECKING:
     from llmsuite.base.supervisor import SupervisedProcess
+    from llmsuite.recipe.load import LoadedRecipe
 
 _MAX_RUNS = 1000
 _GRACE_SECONDS = 60.0
@@ -23,7 +27,10 @@ _GRACE_SECONDS = 60.0
 _POLL_SECONDS = 0.2
 _UNSAFE = re.compile(r"[^\w.=+-]+")
 """Characters of a value that a name of a directory does not have here."""
+_PLAIN = re.compile(r"[\w.+-]*")
+"""A value that the name of a directory has as it is."""
 _MAX_NAME_CHARS = 200
+_DIGEST_CHARS = 8
 
 
 class _Trial(NamedTuple):
@@ -44,7 +51,8 @@ def add_arguments(parser: Any) -> None:
     parser.epilog = (
         "Values of a key are separated by commas: --train.learning_rate=1e-4,3e-4 --seed=0,1 are four runs, each in a "
         "directory of its own below output_dir. The same command continues a sweep that was stopped: runs that have "
-        "ended are kept, others are resumed. Commas in brackets, braces or quotes separate no values."
+        "ended are kept, others are resumed. Runs of another recipe are refused, as by `run --resume`. Commas in "
+        "brackets, braces or quotes separate no values."
     )
 
 
@@ -56,12 +64,16 @@ def run(args: Any, registry: Registry) -> int:
         raise UserError("sweep: give a key several values, such as --train.learning_rate=1e-4,3e-4")
     root = plan_run(args.recipe, [*fixed, *(values[0] for values in axes)], registry, args.smoke).output_dir
     trials = [_trial(root, fixed, chosen) for chosen in _combinations(axes)]
-    if len({trial.directory for trial in trials}) < len(trials):
-        raise UserError("sweep: two combinations have the same values; leave one out")
+    for override, count in Counter(itertools.chain(*axes)).items():
+        if count > 1:
+            raise UserError(f"sweep: {override} is there twice; leave one out")
+    waiting = []
     for trial in trials:  # all of them, before the first one starts
-        plan_run(args.recipe, trial.overrides, registry, args.smoke)
-    code = _run_all(trials, args)
-    keys = ",".join(dict.fromkeys(values[0][2:].partition("=")[0] for values in axes))
+        plan = plan_run(args.recipe, trial.overrides, registry, args.smoke)
+        if not is_done(plan.loaded, trial.directory):
+            waiting.append(trial)
+    code = _run_all(trials, waiting, args)
+    keys = ",".join(values[0][2:].partition("=")[0] for values in axes)
     return max(code, _show(trials, keys, root))
 
 
@@ -107,27 +119,62 @@ def _combinations(axes: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
 
 def _trial(root: Path, fixed: Sequence[str], chosen: Sequence[str]) -> _Trial:
     """Return the trial of some values, below the directory of the sweep."""
-    words = [override[2:] for override in chosen]
-    short = [word.partition("=")[0].rpartition(".")[2] for word in words]
-    if len(set(short)) == len(short):
-        words = [f"{key}={word.partition('=')[2]}" for key, word in zip(short, words)]
-    name = _UNSAFE.sub("-", ",".join(words).replace(",", "_"))[:_MAX_NAME_CHARS]
+    name = name_of(chosen)
     others = [override for override in fixed if not override.startswith("--output_dir=")]
     return _Trial(name, [*others, *chosen, f"--output_dir={root / name}"], root / name)
 
 
-def _run_all(trials: Sequence[_Trial], args: Any) -> int:
-    """Run the trials that have not ended, `args.jobs` at a time. Returns 0 if all went well, else the exit code of the
-    first that did not.
+def name_of(chosen: Sequence[str]) -> str:
+    """Name of the directory of a run, such as "learning_rate=1e-4_seed=0", by its overrides of swept keys. Different
+    values have different names."""
+    words = [override[2:] for override in chosen]
+    short = [word.partition("=")[0].rpartition(".")[2] for word in words]
+    if len(set(short)) == len(short):
+        words = [f"{key}={word.partition('=')[2]}" for key, word in zip(short, words)]
+    name = _UNSAFE.sub("-", "_".join(words))
+    if len(name) > _MAX_NAME_CHARS or not all(_PLAIN.fullmatch(word.partition("=")[2]) for word in words):
+        # other values may have the same name
+        digest = hashlib.sha256("\n".join(words).encode()).hexdigest()[:_DIGEST_CHARS]
+        name = f"{name[: _MAX_NAME_CHARS - _DIGEST_CHARS - 1]}-{digest}"
+    return name
+
+
+def is_done(loaded: LoadedRecipe, directory: Path) -> bool:
+    """Return True where the run of this recipe has ended in a directory; False where it has to be started or resumed.
+
+    Raises:
+        UserError: the directory has a run of another recipe, which `llmsuite run --resume` would refuse too.
+    """
+    from llmsuite.engine.run_record import RunRecord
+    from llmsuite.observe.events import read_events
+    from llmsuite.recipe.fetch import pin_recorded
+    from llmsuite.recipe.pins import hub_names
+
+    pin_recorded(loaded, hub_names(loaded.recipe))
+    record = RunRecord.from_recipe(loaded, directory)
+    elsewhere = "give this sweep another --output_dir, or remove that directory"
+    if differing := record.differing_keys():
+        raise UserError(f"sweep: {directory} has a run that differs in {', '.join(differing)}; {elsewhere}")
+    try:
+        record.check()
+    except UserError as error:
+        raise UserError(f"sweep: {error}; or {elsewhere}") from error
+    events = read_events(directory)
+    return bool(events) and events[-1]["event"] == "ended" and not record.differs_in_length()
+
+
+def _run_all(trials: Sequence[_Trial], unfinished: Sequence[_Trial], args: Any) -> int:
+    """Run the unfinished ones of all trials, `args.jobs` at a time. Returns 0 if all went well, else the exit code of
+    the first that did not: 128 + the number of the signal that has killed it, as a shell does.
 
     The first Ctrl-C lets those that run write a checkpoint.
     """
     waiting = []
     for number, trial in enumerate(trials, 1):
-        if _has_ended(trial.directory):
-            print(f"{trial.name}: run {number} of {len(trials)} has ended already", flush=True)
-        else:
+        if trial in unfinished:
             waiting.append((number, trial))
+        else:
+            print(f"{trial.name}: run {number} of {len(trials)} has ended already", flush=True)
     running: list[tuple[_Trial, SupervisedProcess]] = []
     code = 0
     try:
@@ -141,9 +188,8 @@ def _run_all(trials: Sequence[_Trial], args: Any) -> int:
                 if (ended := process.poll()) is not None:
                     process.end()
                     running.remove((trial, process))
-                    code = code or abs(ended)
-                    how = "ended" if ended == 0 else f"exit code {ended}; see {_log(trial)}"
-                    print(f"{trial.name}: {how}", flush=True)
+                    code = code or (ended if ended >= 0 else 128 - ended)
+                    print(f"{trial.name}: {_how(ended, trial)}", flush=True)
     except KeyboardInterrupt:
         for _, process in running:
             process.interrupt()
@@ -154,6 +200,14 @@ def _run_all(trials: Sequence[_Trial], args: Any) -> int:
         for _, process in running:
             process.end()
     return code
+
+
+def _how(code: int, trial: _Trial) -> str:
+    """Words for how the run of a trial has ended, by its exit code, negative for a signal."""
+    if code == 0:
+        return "ended"
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return f"{how}; its log: {_log(trial)}"
 
 
 def _start(trial: _Trial, args: Any) -> SupervisedProcess:
@@ -174,13 +228,6 @@ def _start(trial: _Trial, args: Any) -> SupervisedProcess:
 
 def _log(trial: _Trial) -> Path:
     return trial.directory.with_name(f"{trial.directory.name}.log")
-
-
-def _has_ended(directory: Path) -> bool:
-    from llmsuite.observe.events import read_events
-
-    events = read_events(directory)
-    return bool(events) and events[-1]["event"] == "ended"
 
 
 def _show(trials: Sequence[_Trial], keys: str, root: Path) -> int:

@@ -58,7 +58,6 @@ from llmsuite.engine.reference_weights import load_reference_weights
 from llmsuite.engine.request_file import RequestFile
 from llmsuite.engine.resume import (
     RunIdentity,
-    RunRecord,
     file_digests,
     load_all,
     resume_from,
@@ -66,6 +65,7 @@ from llmsuite.engine.resume import (
 )
 from llmsuite.engine.rollouts import RolloutDataLoader, RolloutEngine, rollout_engine
 from llmsuite.engine.rules import LossScale, NoLossScale, StepRules
+from llmsuite.engine.run_record import RunRecord
 from llmsuite.engine.stage import Stage, StatefulStage
 from llmsuite.engine.step_profile import StepProfile
 from llmsuite.engine.stop import StopRequest
@@ -145,7 +145,7 @@ class Trainer:
         plan.check_files(mesh.loads_data, loads_model=backend.has_values)
         self.plan = plan = plan.fetched(report) if mesh.loads_data else plan
         if plan.recipe.source:
-            report(f"numbers from {plan.recipe.source}")
+            report(f"Recipe notes: {plan.recipe.source}")
         digests: dict[str, str] = {}
         stage = self._make_stage(lambda: digests["model"])
         self.data = data = read_data(stage, plan.model, plan.data, plan.parallel, plan.train, mesh)

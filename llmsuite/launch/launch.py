@@ -60,6 +60,20 @@ def launch(
     stall_seconds: float | None = None,
     restarts: Restarts | None = None,
 ) -> int:
+    """Run some work once per rank as `run_ranks` does, with the same arguments. Returns the exit code."""
+    return run_ranks(work, num_ranks, log_dir, environment, write, machines, stall_seconds, restarts).code
+
+
+def run_ranks(
+    work: Work,
+    num_ranks: int,
+    log_dir: Path,
+    environment: Callable[[int], Mapping[str, str]],
+    write: Callable[[str], None],
+    machines: Machines | None = None,
+    stall_seconds: float | None = None,
+    restarts: Restarts | None = None,
+) -> End:
     """Run some work once per rank and wait; restart it from the last checkpoint when ranks are lost.
 
     Args:
@@ -67,13 +81,15 @@ def launch(
         num_ranks: processes to start on this machine.
         log_dir: directory for `workerlog.N`, the output of rank N.
         environment: variables of a rank, by its number on this machine; they override those that the user has set.
-        write: receives the output of this machine's first rank, as it comes, and the end of the log of failed ranks.
+        write: receives the output of this machine's first rank, as it comes, and the end of the log of failed ranks;
+            of ranks that fail because another one was lost, nothing.
         machines: all machines of the run; None for this one alone.
         stall_seconds: end the run when nothing has happened in any rank here for this long; see `hang.HangDetector`.
         restarts: the restart policy; None for no restarts.
 
     Returns:
-        0 when every rank succeeded, `hang.STALLED` when the run hung, else the exit code of the first rank that failed.
+        The end of the run. Its code is 0 when every rank succeeded, `hang.STALLED` when the run hung, else that of the
+        first rank that failed.
 
     Raises:
         UserError: the machines do not find each other; nothing can be written to `log_dir`.
@@ -91,13 +107,13 @@ def launch(
             if lost is None:
                 raise
             write(f"{error}\n")
-            return lost.code
+            return lost
         interrupted: list[int] = []
         try:
             end, step = _run_once(_resized(job, machines), machines, endpoints, interrupted)
             decision = restarts.after(end, step, machines.restarts)
             if interrupted:
-                return end.code
+                return end
             if restarts.max_restarts:
                 decision = machines.agree(decision)
         finally:
@@ -105,7 +121,7 @@ def launch(
         if decision.message:
             write(f"{decision.message}\n")
         if decision.end is not None:
-            return decision.end.code
+            return decision.end
         lost = end
         machines.restarts = decision.count
         if machines.index == 0:
@@ -229,7 +245,8 @@ def _watch(
         # fault. They print it after its end, so its exit code is known when their text is read.
         if _is_any_ended_by(interrupted, codes):
             return End(INTERRUPTED, "was interrupted")
-        write(text)
+        forward = _leave_in_log if _has_lost_another(codes, elsewhere) else write
+        forward(text)
         disk.check()
         limit.check()
         if interrupted:
@@ -255,7 +272,7 @@ def _watch(
             wait(ranks, _SETTLE_SECONDS)
             continue
         if code:
-            write(first_log.read())
+            forward(first_log.read())
             alike = {local: c for local in failed if (c := codes[local] or 0) * code > 0}
             if code == REFUSED:  # it has printed the reason; the others fail because it ended
                 alike = {local: c for local, c in alike.items() if c == REFUSED}
@@ -273,6 +290,16 @@ def _watch(
 def _is_any_ended_by(signals: Sequence[int], codes: Sequence[int | None]) -> bool:
     """True where one of these signals has ended a rank."""
     return any(code is not None and -code in signals for code in codes)
+
+
+def _has_lost_another(codes: Sequence[int | None], elsewhere: End | None) -> bool:
+    """True where a rank was killed, or a machine was lost, and not the first rank here: it fails because of that."""
+    is_lost = any(code is not None and code < 0 for code in codes) or (elsewhere is not None and elsewhere.killed)
+    return is_lost and (codes[0] or 0) >= 0
+
+
+def _leave_in_log(text: str) -> None:
+    """Print nothing: how a rank fails because of another one would hide the cause."""
 
 
 def _order_by_cause(codes: Sequence[int | None]) -> list[int]:
@@ -340,11 +367,13 @@ def _explain(
     for local, code in list(codes.items())[:_MAX_EXPLAINED]:
         log = log_dir / f"workerlog.{first + local}"
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        tail = "\n".join(log_end(log).splitlines()[-_TAIL_LINES:])
-        if tail not in first_text:  # the output of the first rank is on the terminal already
-            write(f"{tail}\n")
         reasons.append(f"rank {first + local}{where} {how}; its log: {log}")
-        write(f"{reasons[-1]}\n")
+        lines = ["\n".join(log_end(log).splitlines()[-_TAIL_LINES:])]
+        if lines[0] in first_text:  # the output of the first rank is on the terminal already
+            lines = []
+        # a cause comes before what is known about it, an exit code after the error that led to it
+        lines.insert(0 if code < 0 else len(lines), reasons[-1])
+        write("".join(f"{line}\n" for line in lines))
     code = next(iter(codes.values()))
     return End(code if code > 0 else 1, reasons[0], killed=code < 0)
 

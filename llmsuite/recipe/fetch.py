@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from llmsuite.base.errors import RecipeError, UserError
@@ -36,7 +37,7 @@ def fetch_names(
     """
     names = hub_names(loaded.recipe)
     if resume:
-        _pin_recorded(Path(loaded.recipe.output_dir) / "recipe.json", loaded, names)
+        pin_recorded(loaded, names)
     for named in names:
         if named.want is Want.MODEL:
             first = Want.CONFIG if loads_model else Want.TOKENIZER
@@ -85,9 +86,10 @@ def _problem(loaded: LoadedRecipe, named: HubReference, error: UserError) -> Rec
     return RecipeError([loaded.problem(named.key, f"{not_local}{error}")])
 
 
-def _pin_recorded(path: Path, loaded: LoadedRecipe, names: list[HubReference]) -> None:
-    """Pin names to the commits in the recipe that the run has recorded at `path`, where the names are the same."""
-    recorded = read_json_object_if_there(path)
+def pin_recorded(loaded: LoadedRecipe, names: Sequence[HubReference]) -> None:
+    """Pin names of `hub_names` to the commits that the run in output_dir has recorded, where the names are the same.
+    Downloads nothing."""
+    recorded = read_json_object_if_there(Path(loaded.recipe.output_dir) / "recipe.json")
     for named in names:
         section_name = named.key.partition(".")[0]
         found = named.recorded(recorded.get(section_name, {}).get(named.field))

@@ -60,13 +60,11 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
 
-def make_server(service: Service, app: FastAPI, host: str, port: int, proxies: Sequence[str] = ()) -> Server:
-    """A server of an application; call its `run`. `proxies` are trusted addresses or networks, whose `X-Forwarded-For`
-    names the client: an untrusted one could pretend to be any number of clients."""
+def make_server(service: Service, app: FastAPI, proxies: Sequence[str] = ()) -> Server:
+    """A server of an application; call its `run` with sockets that listen. `proxies` are trusted addresses or networks,
+    whose `X-Forwarded-For` names the client: an untrusted one could pretend to be any number of clients."""
     config = uvicorn.Config(
         app,
-        host=host,
-        port=port,
         http=connection_class(service.limits),
         ws="none",
         backlog=BACKLOG,

@@ -85,8 +85,16 @@ def test_dead_rank_ends_the_run_and_is_named(runner: Runner, stages: int, victim
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1
     assert time.monotonic() - start < 25, "the other ranks were left waiting"
-    assert f"rank {victim} was killed by SIGKILL" in output
-    assert f"workerlog.{victim}" in output
+    place = runner.directory / name
+    cause = f"rank {victim} was killed by SIGKILL; its log: {place / 'logs'}/workerlog.{victim}"
+    lines = output.splitlines()
+    assert lines[-1] == f"{cause}; to continue, add --resume to the same command"
+    assert cause in lines, "it is told at once"
+    if victim:
+        assert "Traceback" not in output, "how others fail because of it is in their logs"
+    last = json.loads((place / "events.jsonl").read_text().splitlines()[-1])
+    assert (last["event"], last["error"]) == ("failed", cause)
+    assert f"failed: {cause}" in runner.run("runs", "show", str(place))
 
 
 _CRASH = """

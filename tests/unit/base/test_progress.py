@@ -160,15 +160,23 @@ def test_a_terminal_of_another_rank_stays_empty(monkeypatch: pytest.MonkeyPatch)
     assert terminal.getvalue() == ""
 
 
-def test_a_narrow_terminal_shows_the_step_and_all_numbers(
+def test_a_narrow_terminal_has_a_line_for_each_logged_step_above_one_bar(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
-    line = StepProgress(1000, 1, SHOWN)
-    line.step(512, METRICS)
+    shown_names = ("loss", "learning_rate", "grad_norm", "rewards/margin", "rewards/accuracy")
+    metrics = {**METRICS, "grad_norm": 123.45, "rewards/margin": 0.01234, "reward": 1.0}
+    line = StepProgress(1000, 1, shown_names)
+    for step in (511, 512):
+        line.step(step, metrics)
     line.close()
     shown = re.sub("\x1b\\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().out)
-    for part in ("512/1000", "loss 0.6931", "accuracy 0.5", "step/s", "1234 tokens/s", ":"):
-        assert part in shown
+    rows = [part for row in shown.split("\n") for part in row.split("\r")]
+    assert max(map(len, rows)) <= 80
+    for step in (511, 512):
+        text = f"step {step}  loss 0.6931  lr 1e-05  grad_norm 123.5  margin 0.01234  accuracy 0.5"
+        assert [row.rstrip() for row in rows].count(text) == 1
+    (bar,) = {row.strip() for row in rows if "512/1000" in row}
+    assert "0.5 step/s  1234 tokens/s" in bar

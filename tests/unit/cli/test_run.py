@@ -111,6 +111,17 @@ def test_an_end_is_noted_of_an_attempt_that_began(
     assert [event["event"] for event in read_events(tmp_path)] == [*before, *during, *noted]
 
 
+@pytest.mark.parametrize("recorded", [[], ["failed"]])
+def test_a_lost_rank_is_recorded_after_the_effect_on_rank_0(tmp_path: Path, recorded: list[str]) -> None:
+    for name in ["started", *recorded]:
+        add_event(tmp_path, name)
+    lost = "rank 1 was killed by SIGKILL"
+    assert run_command._note_end(tmp_path, 1, has_rank_0=True, lost=lost) == 1
+    assert len(read_events(tmp_path)) == 2 + len(recorded)
+    last = read_events(tmp_path)[-1]
+    assert (last["event"], last["error"], last["exit_code"]) == ("failed", lost, 1)
+
+
 def test_an_end_before_the_beginning_is_noted_by_the_machine_of_rank_0_alone(tmp_path: Path) -> None:
     run_command._note_end(tmp_path / "run", 1)
     assert not (tmp_path / "run").exists()

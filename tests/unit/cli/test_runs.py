@@ -70,6 +70,37 @@ def test_runs_are_sorted_by_a_column(run: Run, runs: Path) -> None:
     assert names(run("runs", "list", runs, "--sort", "eval/loss", "--descending")[1]) == ["b", "a", "c"]
 
 
+@pytest.mark.parametrize(
+    ("where", "found"),
+    [
+        ("train.learning_rate<3e-4", ["a", "c"]),
+        ("train.learning_rate <= 0.0003, eval/loss>1.3", ["b"]),
+        ("eval/loss!=1.5", ["a", "c"]),
+        ("eval/loss=null", ["c"]),
+        ("loss>0", ["a", "b"]),  # NaN has no order
+        ("stage=sft,seed=0,status=unknown", ["a", "b", "c"]),
+        ("stage=dpo", []),
+    ],
+)
+def test_conditions_choose_runs(run: Run, runs: Path, where: str, found: list[str]) -> None:
+    assert names(run("runs", "list", runs, "--where", where)[1]) == found
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("stage", "--where: 'stage' is no condition; write a column, one of = != < <= > >=, and a value, as in"),
+        ("seed=0,", "--where: '' is no condition;"),
+        ("stage<sft", "--where: 'stage<sft' compares with 'sft', which is no number; use = or !="),
+        ("sed=0", "--where: no run has 'sed'; did you mean 'seed'?"),
+    ],
+)
+def test_what_is_no_condition_is_refused(run: Run, runs: Path, where: str, message: str) -> None:
+    code, out, err = run("runs", "list", runs, "--where", where)
+    assert (code, out) == (2, "")
+    assert err.startswith(message)
+
+
 @pytest.mark.parametrize("option", ["--columns", "--sort"])
 def test_a_column_that_no_run_has_is_refused(run: Run, runs: Path, option: str) -> None:
     code, out, err = run("runs", "list", runs, option, "train.learning_rat")

@@ -22,7 +22,8 @@ from llmsuite.data.mixture import Mixture
 from llmsuite.data.prompt_formats import alpaca_unpaired
 from llmsuite.data.read import read_rows
 from llmsuite.data.rows import Conversation, Message
-from llmsuite.engine.resume import file_digests, run_digest, training_keys
+from llmsuite.engine.resume import file_digests, run_digest
+from llmsuite.engine.run_record import training_keys
 from llmsuite.engine.stage import Stage
 from llmsuite.recipe.resolve import RunPlan, plan_run
 from llmsuite.stages.explain import open_stage

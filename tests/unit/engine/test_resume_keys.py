@@ -15,7 +15,8 @@ from llmsuite.checkpoint.train_state import FORMAT, TrainState
 from llmsuite.contract.registry import Registry
 from llmsuite.contract.schema.section import as_plain
 from llmsuite.engine.output import recipe_text
-from llmsuite.engine.resume import RunRecord, file_digests, run_digest, training_keys
+from llmsuite.engine.resume import file_digests, run_digest
+from llmsuite.engine.run_record import RunRecord, training_keys
 from llmsuite.parallel.learning_rate import Schedule
 from llmsuite.recipe.resolve import plan_run
 from tests.support.paths import ROOT

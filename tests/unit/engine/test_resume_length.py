@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmsuite.base.errors import UserError
-from llmsuite.engine.resume import check_length, is_restated
+from llmsuite.engine.run_record import check_length, is_restated
 from llmsuite.parallel.learning_rate import LearningRate, Schedule
 
 AT = Path("runs/x/checkpoints/step-10")

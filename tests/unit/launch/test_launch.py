@@ -79,6 +79,32 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
     assert "rank 1 was killed by SIGKILL" in output
 
 
+def test_how_a_rank_fails_because_another_was_killed_is_in_its_log_alone(tmp_path: Path) -> None:
+    def work() -> int:
+        if _rank() == 1:
+            (tmp_path / "pid").write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        print("works", flush=True)
+        while not _is_dead(tmp_path / "pid"):
+            time.sleep(0.01)
+        raise ConnectionResetError("the other rank is gone")
+
+    code, output = _launch(work, tmp_path)
+    assert code == 1
+    last = f"rank 1 was killed by SIGKILL; its log: {tmp_path}/workerlog.1\n"
+    assert output in (last, f"works\n{last}")
+    assert "ConnectionResetError" in (tmp_path / "workerlog.0").read_text()
+
+
+def _is_dead(path: Path) -> bool:
+    """True where the process whose number is in a file has ended, whether or not its parent has waited for it."""
+    number = path.read_text() if path.exists() else ""
+    if not number:
+        return False
+    stat = Path(f"/proc/{number}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_reaches_all(tmp_path: Path, number: signal.Signals) -> None:
     launcher = os.getpid()

@@ -11,7 +11,7 @@ from llmsuite.base.errors import RecipeError, UserError
 from llmsuite.base.files import write_json
 from llmsuite.contract.registry import Registry
 from llmsuite.contract.schema.section import as_plain
-from llmsuite.engine.resume import RunRecord
+from llmsuite.engine.run_record import RunRecord
 from llmsuite.recipe.load import LoadedRecipe, load
 from tests.support.paths import ROOT
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import resource
+import socket
 import time
 import types
 from collections.abc import Awaitable, Callable
@@ -38,8 +39,8 @@ def with_server(
     async def run() -> None:
         nonlocal service
         service = service or make_service(limits)
-        server = make_server(service, make_app(service, hosts=set()), "127.0.0.1", 0)
-        serving = asyncio.create_task(server.serve())
+        server = make_server(service, make_app(service, hosts=set()))
+        serving = asyncio.create_task(server.serve([socket.create_server(("127.0.0.1", 0))]))
         while not server.started:
             await asyncio.sleep(0.01)
         port = server.servers[0].sockets[0].getsockname()[1]

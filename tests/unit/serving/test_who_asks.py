@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
@@ -179,8 +180,8 @@ def test_only_a_proxy_that_is_named_says_whom_it_asks_for(proxies: Sequence[str]
         return client_of(request)
 
     async def scenario() -> None:
-        server = make_server(make_service(), app, "127.0.0.1", 0, proxies)
-        serving = asyncio.create_task(server.serve())
+        server = make_server(make_service(), app, proxies)
+        serving = asyncio.create_task(server.serve([socket.create_server(("127.0.0.1", 0))]))
         while not server.started:
             await asyncio.sleep(0.01)
         port = server.servers[0].sockets[0].getsockname()[1]
