@@ -119,6 +119,7 @@ def test_what_clusters_start_are_commands(registry: Registry) -> None:
         "from-other-suites",
         "from-trl",
         "plugin-examples",
+        "plugin-models",
         "plugins",
         "rehearsing",
     ],
