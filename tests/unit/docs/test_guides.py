@@ -118,10 +118,14 @@ def test_what_clusters_start_are_commands(registry: Registry) -> None:
         "from-llamafactory",
         "from-other-suites",
         "from-trl",
+        "hub",
+        "models",
         "plugin-examples",
         "plugin-models",
         "plugins",
+        "python",
         "rehearsing",
+        "rewards",
     ],
 )
 def test_code_on_chinese_pages_is_that_of_the_english_ones(name: str) -> None:

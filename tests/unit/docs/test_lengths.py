@@ -16,7 +16,8 @@ MOST_WORDS_OF_A_SENTENCE = 20
 """The median of a page stays below it."""
 REFERENCES = {"faq.md", "from-other-suites.md"}
 """Pages in which one looks up a message or an argument; nobody reads them from the beginning to the end."""
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(GUIDE.glob("*.md"))]
+PROJECT = [ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "CONTRIBUTING.md"]
+PAGES = [*PROJECT, *sorted((ROOT / "docs").glob("*.md")), *sorted(GUIDE.glob("*.md"))]
 
 
 def prose(page: Path) -> str:
@@ -26,8 +27,8 @@ def prose(page: Path) -> str:
 
 
 def sentence_lengths(text: str) -> list[int]:
-    """Words of each sentence outside of tables and headings. Code and links count as one word, items of a list as
-    sentences. What has fewer than three words is none."""
+    """Words of each sentence outside of tables and headings. Code counts as one word, an item of a list as a sentence;
+    fewer than three words are no sentence."""
     lengths = []
     for paragraph in re.split(r"\n\s*\n|\n(?= *(?:[-*]|\d+\.) )", text):
         lines = [line for line in paragraph.splitlines() if not line.lstrip().startswith(("|", "#", "!"))]
@@ -43,7 +44,7 @@ def test_a_page_is_short(page: Path) -> None:
     if page.name in REFERENCES:
         assert words > MOST_WORDS, f"{page.name} need not be an exception"
     else:
-        assert words <= MOST_WORDS, f"{words} words: move numbers to docs/notes, and further topics to pages of their own"
+        assert words <= MOST_WORDS, f"{words} words: move numbers to docs/notes, other topics to pages of their own"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -52,5 +53,7 @@ def test_sentences_of_a_page_are_short(page: Path) -> None:
 
 
 def test_sentences_are_counted_as_a_reader_does() -> None:
-    text = "# A heading\n\nOne two three. Four `a b c` six seven!\n\n- An [item](x.md) too\n- and another one\n\n| a | b |\n"
+    text = (
+        "# A heading\n\nOne two three. Four `a b c` six seven!\n\n- An [item](x.md) too\n- and another one\n\n| a | b |"
+    )
     assert sentence_lengths(text) == [3, 4, 3, 3]
