@@ -113,6 +113,7 @@ def test_what_clusters_start_are_commands(registry: Registry) -> None:
 @pytest.mark.parametrize(
     "name",
     [
+        "checkpoints",
         "clusters",
         "devices",
         "from-llamafactory",
@@ -126,6 +127,7 @@ def test_what_clusters_start_are_commands(registry: Registry) -> None:
         "python",
         "rehearsing",
         "rewards",
+        "stages",
     ],
 )
 def test_code_on_chinese_pages_is_that_of_the_english_ones(name: str) -> None:
