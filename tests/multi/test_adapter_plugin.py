@@ -1,4 +1,4 @@
-"""The method of adapters in docs/guide/plugin-models.md: its commands as they stand, and the same numbers on two ranks."""
+"""The method of adapters in docs/guide/plugin-models.md: its commands as they stand; the same numbers on two ranks."""
 
 from __future__ import annotations
 
