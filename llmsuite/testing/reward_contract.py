@@ -3,16 +3,15 @@ completion gets one finite number, the same each time."""
 
 from __future__ import annotations
 
-import dataclasses
 import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmsuite.contract.registry import load_plugins
-from llmsuite.contract.schema.keys import field_docs
 from llmsuite.contract.specs import RewardSpec
 from llmsuite.rl.completion import Completion
 from llmsuite.rl.reward_worker import RewardSource, scored
+from llmsuite.testing.descriptions import assert_described
 
 
 def assert_reward_contract(
@@ -51,9 +50,7 @@ def _section(spec: RewardSpec, keys: Mapping[str, Any]) -> Any:
     if spec.config_cls is None:
         assert not keys, f"{spec.name} has no keys"
         return None
-    docs = field_docs(spec.config_cls)
-    silent = [field.name for field in dataclasses.fields(spec.config_cls) if not docs.get(field.name, "").strip()]
-    assert not silent, f"{spec.config_cls.__name__}: write a docstring under {', '.join(silent)}"
+    assert_described(spec.config_cls)
     return spec.config_cls(**keys)
 
 
