@@ -14,8 +14,8 @@ GUIDE = ROOT / "docs" / "guide"
 MOST_WORDS = 1200
 MOST_WORDS_OF_A_SENTENCE = 20
 """The median of a page stays below it."""
-REFERENCES = {"faq.md", "from-other-suites.md"}
-"""Pages in which one looks up a message or an argument; nobody reads them from the beginning to the end."""
+REFERENCES = {"faq.md", "from-other-suites.md", "plugin-contract.md"}
+"""Pages in which one looks up a message, an argument or a name; nobody reads them from the beginning to the end."""
 PROJECT = [ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "CONTRIBUTING.md"]
 PAGES = [*PROJECT, *sorted((ROOT / "docs").glob("*.md")), *sorted(GUIDE.glob("*.md"))]
 
