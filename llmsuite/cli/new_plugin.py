@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from llmsuite.base.errors import UserError
+from llmsuite.base.safe_files import exists
 from llmsuite.contract.registry import Registry
 
 Kind = Literal["stage", "reward", "family"]
@@ -50,7 +51,7 @@ def write_plugin(name: str, kind: Kind, directory: Path, registry: Registry) -> 
         UserError: the name cannot be used, or the directory exists.
     """
     _check_name(name, kind, registry)
-    if directory.exists():
+    if exists(directory):
         raise UserError(f"{directory} exists; name another directory with -o")
     module = f"llmsuite_{name}"
     values = {
