@@ -237,7 +237,7 @@ of those, see `margin_rounding` in tests/tools/matrix.py); of a recipe that does
 one process to the token. A cell names the modes whose runs have all passed; in to_static the decoder layers are
 compiled and nothing else ([what that means](../guide/parallelism.md#which-strategy)), and some keys are refused
 ([rules](rules.md)). In program a step is one program
-([`program: step`](../guide/parallelism.md#whole-steps-as-programs)), for recipes that say so. `make test-further` runs
+([`program: step`](../guide/programs.md)), for recipes that say so. `make test-further` runs
 a few again, and fails when a recipe is no longer the one that was run. Paddle {paddle}, float32.
 
 A large mesh is cut down to eight processes: its largest degree is halved until they are, and an axis that was cut
@@ -277,7 +277,7 @@ def _pipelines(registry: Registry) -> list[str]:
         "What a device does not run is refused by name, also by `llmsuite validate` and `llmsuite plan` on a machine "
         "without it. A device of a plugin runs what its `DeviceBackend` says: `supports_interleaving` and "
         "`supports_step_pipelines`, neither by default. Why: "
-        "[pipelines](../guide/parallelism.md#pipelines).",
+        "[pipelines](../guide/pipelines.md#pipelines).",
         "",
         "| device | `1F1B`, `FThenB` | `interleaved` | `engine.program: step` with a pipeline |",
         "|---|---|---|---|",

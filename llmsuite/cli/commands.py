@@ -75,7 +75,7 @@ def _of_the_installation() -> list[Command]:
     """Return the commands about llmsuite itself and this machine."""
     return [
         _command("schema", "print the JSON Schema of a recipe"),
-        _command("plugins", "list plugins, or show details of one"),
+        _command("plugins", "list plugins, show details of one, or write a new one"),
         _command("doctor", "check that this machine can run llmsuite, and how to fix it"),
         _command("completion", "print a script that completes commands in a shell"),
     ]

@@ -175,6 +175,8 @@ def split_overrides(words: Sequence[str], options: set[str]) -> tuple[list[str],
         else:
             value = next(rest, None)
             if value is None or value.startswith("--"):
-                raise UserError(f"{word}: is neither an option of this command nor an override with a value")
+                raise UserError(
+                    f"{word}: unknown option. To set a key of the recipe, give its value too: --train.max_steps=3"
+                )
             overrides.append(f"{word}={value}")
     return own, overrides

@@ -27,8 +27,8 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument(
         "action",
         type=str,
-        help="new: from a few questions or options; from-SUITE, such as from-paddlenlp: from the arguments of "
-        "another suite's training command; see: llmsuite list suites",
+        help="new: create a recipe from a few questions or options; from-SUITE, such as from-paddlenlp: convert the "
+        "arguments of another suite's training command; see: llmsuite list suites",
     )
     parser.add_argument(
         "file",

@@ -99,7 +99,7 @@ def _build(what: CppLibrary, target: Path, paddle: Path) -> None:
     if what.is_for_this_cpu and what.instructions:
         _check_knows(compiler, what)
     print(
-        f"building code that Paddle's CPU wheel lacks ({what.name}), once: up to a minute", file=sys.stderr, flush=True
+        f"compiling C++ code for the CPU ({what.name}; first run only, up to a minute) …", file=sys.stderr, flush=True
     )
     build_options = [*what.options, *(["-march=native"] if what.is_for_this_cpu else []), "-fPIC", "-w"]
     directories = (*what.include_directories, paddle / "include", paddle / "include" / "third_party")

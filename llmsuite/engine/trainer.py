@@ -145,7 +145,7 @@ class Trainer:
         plan.check_files(mesh.loads_data, loads_model=backend.has_values)
         self.plan = plan = plan.fetched(report) if mesh.loads_data else plan
         if plan.recipe.source:
-            report(f"Recipe notes: {plan.recipe.source}")
+            report(f"recipe notes: {plan.recipe.source}")
         digests: dict[str, str] = {}
         stage = self._make_stage(lambda: digests["model"])
         self.data = data = read_data(stage, plan.model, plan.data, plan.parallel, plan.train, mesh)

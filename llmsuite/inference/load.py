@@ -123,7 +123,7 @@ def check_precision(source: ModelDirectory, backend: DeviceBackend, precision: s
         UserError: the device does not have it, or the model is a reward model.
     """
     if head_of(source.config) == "score":
-        raise UserError(f"{source.path}: is a reward model, which scores answers and generates none")
+        raise UserError(f"{source.path}: is a reward model: it scores answers and cannot generate")
     known = backend.precisions_of(trains=as_trained)
     if precision not in known:
         raise UserError(f"--precision {precision}: {backend.name} has {', '.join(known)}")

@@ -299,7 +299,7 @@ _EVENT_TEXT: dict[str, Callable[[Record], str]] = {
     "started": lambda e: f"Started, {e['of']:,} steps to go" if e.get("of") else "Started",
     "resumed": lambda e: f"Resumed after step {e.get('step')}",
     "saved": lambda e: f"Saved a checkpoint after step {e.get('step')}",
-    "ended": lambda e: f"Ended after step {e.get('step')}{': ' + str(e['why']) if e.get('why') else ', as planned'}",
+    "ended": lambda e: f"{'Ended' if e.get('why') else 'Finished'} after step {e.get('step')}{_reason(e)}",
     "stopped": lambda e: f"Stopped after step {e['step']}, with a checkpoint" if "step" in e else "Stopped on request",
     "skipped": lambda e: f"Skipped the bad step {e.get('step')}{_numbers(e)}",
     "rolled back": lambda e: f"Rolled back from step {e.get('step')} to the checkpoint of step {e.get('to')}",
@@ -325,6 +325,10 @@ def _numbers(event: Record) -> str:
     known: list[tuple[str, Any]] = [("loss", event.get("loss")), ("gradient norm", event.get("grad_norm"))]
     text = ", ".join(f"{name} {value:.4g}" for name, value in known if isinstance(value, (int, float)))
     return f" ({text})" if text else ""
+
+
+def _reason(event: Record) -> str:
+    return f": {event['why']}" if event.get("why") else ""
 
 
 def _error(event: Record) -> str:

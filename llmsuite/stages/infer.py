@@ -61,7 +61,7 @@ def work(plan: RunPlan, registry: Registry, resume: bool) -> int:
     plan.check_files()
     plan = plan.fetched(report)
     if recipe.source:
-        report(f"Recipe notes: {recipe.source}")
+        report(f"recipe notes: {recipe.source}")
 
     generator, configs = _generator(plan.model, recipe.engine.precision, registry, backend, mesh)
     template = None if section.raw else recipe.data.chat_template

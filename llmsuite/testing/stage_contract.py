@@ -6,7 +6,6 @@ A tiny model is trained on the CPU with the command line, in its own processes, 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -22,9 +21,9 @@ from llmsuite.base.cache import isolated_cache
 from llmsuite.base.commands import Finished, run_command
 from llmsuite.base.errors import RecipeError
 from llmsuite.contract.registry import Registry, load_plugins
-from llmsuite.contract.schema.keys import field_docs
 from llmsuite.contract.specs import StageSpec
 from llmsuite.recipe.resolve import plan_run
+from llmsuite.testing.descriptions import assert_described
 
 STEPS = 4
 SAVED_STEP = 2
@@ -100,10 +99,7 @@ def _recipe(spec: StageSpec, registry: Registry, keys: Mapping[str, Any]) -> dic
 
 
 def _check_schema(spec: StageSpec, registry: Registry, path: Path) -> None:
-    section: Any = spec.config_cls
-    docs = field_docs(section)
-    silent = [field.name for field in dataclasses.fields(section) if not docs.get(field.name, "").strip()]
-    assert not silent, f"{spec.config_cls.__name__}: write a docstring under {', '.join(silent)}"
+    assert_described(spec.config_cls)
     assert spec.help.strip(), "StageSpec.help is empty"
     plan_run(path, [], registry)
     unknown = f"{spec.section_name}.no_such_key"

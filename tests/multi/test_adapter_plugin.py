@@ -1,4 +1,4 @@
-"""The method of adapters in docs/guide/plugins.md: its commands as they stand, and the same numbers on two ranks."""
+"""The method of adapters in docs/guide/plugin-models.md: its commands as they stand; the same numbers on two ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmsuite.checkpoint.tensors import TensorFiles
 from tests.multi.conftest import Runner
 from tests.support.paths import ROOT
 
-PAGE = (ROOT / "docs" / "guide" / "plugins.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "guide" / "plugin-models.md").read_text(encoding="utf-8")
 
 
 def test_a_method_of_a_plugin_trains_and_merges_and_ranks_agree(tmp_path: Path, runner: Runner) -> None:

@@ -134,7 +134,7 @@ def test_each_parameter_is_taken_or_refused_by_name(checkout: Path, server: Serv
 
 
 def test_the_documentation_has_the_counts() -> None:
-    text = (ROOT / "docs/guide/inference.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/guide/serve-answers.md").read_text(encoding="utf-8")
     counts = LIST["counts"]
     total = sum(counts.values())
     told = f"openai-python {LIST['version']}: of {total} tests {counts['passed']} pass"

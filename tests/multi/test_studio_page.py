@@ -47,7 +47,7 @@ def choose(browser: Any, address: str) -> None:
     wait(browser, 60, lambda b: len(b.find_elements("css selector", "#recipe option")) > 50)
     browser.find_element("id", "smoke").click()
     browser.find_element("id", "find").send_keys("digits-lora")
-    wait(browser, 60, lambda b: b.find_element("id", "verdict").text.startswith("Right: lora"))
+    wait(browser, 60, lambda b: b.find_element("id", "verdict").text.startswith("Recipe is valid: lora"))
 
 
 def change(browser: Any, key: str, value: str) -> None:
@@ -81,7 +81,7 @@ def test_a_click_maps_the_columns_of_own_data(browser: Any, address: str, tmp_pa
     (button,) = browser.find_elements("css selector", "#remedies button")
     assert button.text == 'Fill in data.columns: {"instruction":"Question","output":"Our Answer"}'
     button.click()
-    wait(browser, 60, lambda b: b.find_element("id", "verdict").text.startswith("Right: lora"))
+    wait(browser, 60, lambda b: b.find_element("id", "verdict").text.startswith("Recipe is valid: lora"))
     assert browser.find_elements("css selector", "#remedies button") == []
 
 

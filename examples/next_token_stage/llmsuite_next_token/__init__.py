@@ -20,10 +20,25 @@ def _stage():
 
 @llmsuite.hookimpl
 def llmsuite_register_stages():
-    return [StageSpec(name="next_token", help="text", config_cls=NextTokenSection, factory=_stage, row_kind="text")]
+    return [
+        StageSpec(
+            name="next_token",
+            help="next tokens of a text",
+            config_cls=NextTokenSection,
+            factory=_stage,
+            row_kind="text",
+        )
+    ]
 
 
 @llmsuite.hookimpl
 def llmsuite_register_data_formats():
-    text = DataFormat(name="line", help="text", kind="text", matches=lambda r: "text" in r, convert=lambda r: r["text"])
-    return [text]
+    return [
+        DataFormat(
+            name="next_token_text",
+            help="rows with a text",
+            kind="text",
+            matches=lambda row: "text" in row,
+            convert=lambda row: row["text"],
+        )
+    ]

@@ -20,7 +20,7 @@ def run(args: Any, registry: Registry) -> int:
 
     with Studio(registry, Path(args.runs), args.port) as server:
         print(f"the studio is on {server.address}", flush=True)
-        print("anybody with this address can start runs as you; Ctrl-C ends the page, runs continue", flush=True)
+        print("anyone with this URL can start runs as you; Ctrl-C ends the page, runs continue", flush=True)
         for number in (signal.SIGINT, signal.SIGTERM):  # background jobs start with SIGINT ignored
             signal.signal(number, signal.default_int_handler)
         try:

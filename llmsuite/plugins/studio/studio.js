@@ -102,7 +102,7 @@
     const right = !told.problems.length;
     $("verdict").className = right ? "good" : "bad";
     $("remedies").replaceChildren(...remedies.map(mend));
-    $("verdict").textContent = (right ? [`Right: ${told.made}, into ${told.run}`, ...told.notes] : other).join("\n");
+    $("verdict").textContent = (right ? [`Recipe is valid: ${told.made} → ${told.run}`, ...told.notes] : other).join("\n");
     $("start").disabled = $("plan").disabled = !right;
   });
 

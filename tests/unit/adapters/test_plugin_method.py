@@ -26,7 +26,7 @@ from tests.support.families import FAMILIES
 from tests.support.kinds import check_merged, check_read_again, written
 from tests.support.paths import ROOT
 
-PAGE = (ROOT / "docs" / "guide" / "plugins.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "guide" / "plugin-models.md").read_text(encoding="utf-8")
 TARGETS = ["k_proj", "v_proj", "down_proj"]
 
 

@@ -59,7 +59,7 @@ def test_every_name_has_a_text_and_a_source() -> None:
     assert not files & BUILTIN.keys()
     documented = set(re.findall(r"^\| ([\w.-]+) \|", (TEXTS / "README.md").read_text(encoding="utf-8"), re.MULTILINE))
     assert documented - {"name"} == files, "each has its source and licence in README.md"
-    guide = (ROOT / "docs" / "guide" / "data.md").read_text(encoding="utf-8")
+    guide = (ROOT / "docs" / "guide" / "chat-templates.md").read_text(encoding="utf-8")
     assert all(f"`{name}`" in guide for name in NAMES)
 
 

@@ -126,7 +126,7 @@ def test_two_processes_at_once_build_once(cache: Path, tmp_path: Path, monkeypat
         "from llmsuite.devices.cpp_library import build_library; from llmsuite.devices.cpu.gloo.shims import KERNELS; "
         "print(build_library(KERNELS).read_text(), end='')"
     )
-    said = "building code that Paddle's CPU wheel lacks (gloo), once: up to a minute\n"
+    said = "compiling C++ code for the CPU (gloo; first run only, up to a minute) …\n"
     both = [
         subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(2)

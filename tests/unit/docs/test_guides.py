@@ -113,14 +113,23 @@ def test_what_clusters_start_are_commands(registry: Registry) -> None:
 @pytest.mark.parametrize(
     "name",
     [
+        "checkpoints",
         "clusters",
         "devices",
+        "environments",
         "from-llamafactory",
         "from-other-suites",
         "from-trl",
+        "hub",
+        "models",
+        "planning",
         "plugin-examples",
+        "plugin-models",
         "plugins",
+        "python",
         "rehearsing",
+        "rewards",
+        "stages",
     ],
 )
 def test_code_on_chinese_pages_is_that_of_the_english_ones(name: str) -> None:

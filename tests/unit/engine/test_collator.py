@@ -18,7 +18,7 @@ from llmsuite.recipe.resolve import plan_run
 from tests.support.paths import ROOT
 from tests.support.sft_case import make_stage, samples, talk
 
-GUIDE = (ROOT / "docs/guide/data.md").read_text(encoding="utf-8")
+GUIDE = (ROOT / "docs/guide/batches.md").read_text(encoding="utf-8")
 (EXAMPLE,) = re.findall(r"```python\n# collators.py\n(.*?)```", GUIDE, re.DOTALL)
 
 

@@ -15,13 +15,14 @@ from tests.support.house import Trees, house, parse
 from tests.support.paths import ROOT
 
 GUIDE = ROOT / "docs" / "guide" / "plugins.md"
+CONTRACT = ROOT / "docs" / "guide" / "plugin-contract.md"
 PLUGINS = "llmsuite.plugins"
 LOADER = "llmsuite.contract.registry"
 """The only module of the core that names the plugins."""
 
 
 def guide() -> str:
-    return GUIDE.read_text(encoding="utf-8").partition("## What a plugin may import\n")[2]
+    return CONTRACT.read_text(encoding="utf-8").partition("## What a plugin may import\n")[2]
 
 
 def public_packages() -> set[str]:

@@ -157,7 +157,7 @@ def test_a_language_model_gets_a_new_head(
 
     with pytest.raises(RecipeError, match=r"is a reward model, but dpo trains a language model"):
         plan_run(ROOT / "recipes" / "llama" / "dpo.json", words[:1], registry, smoke=True)
-    with pytest.raises(UserError, match="is a reward model, which scores answers and generates none"):
+    with pytest.raises(UserError, match="is a reward model: it scores answers and cannot generate"):
         load_model(after, CpuBackend())
 
 

@@ -50,7 +50,7 @@ def outcome(path: Path, registry: Registry, recipe: Path) -> str:
 
 def test_the_documentation_has_the_counts() -> None:
     counts = collections.Counter(found["becomes"] for found in FILES.values())
-    text = " ".join((ROOT / "docs/guide/recipes.md").read_text(encoding="utf-8").split())
+    text = " ".join((ROOT / "docs/guide/from-paddlenlp.md").read_text(encoding="utf-8").split())
     refused = len(FILES) - counts["same"] - counts["model.weights"]
     assert f"Of the {len(FILES)} files" in text
     assert f"{counts['same']} become the same job" in text
