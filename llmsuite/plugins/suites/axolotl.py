@@ -12,10 +12,10 @@ from llmsuite.base.errors import UserError
 from llmsuite.base.safe_files import exists
 from llmsuite.data.turns import SHAREGPT_ROLES
 from llmsuite.plugins.suites import axolotl_arguments, axolotl_templates, model, trainer
-from llmsuite.plugins.suites.conversion.end_tokens import end_of_sequence, is_base
+from llmsuite.plugins.suites.conversion.end_tokens import is_base
 from llmsuite.plugins.suites.conversion.kinds import LIST, MAPPING, ONE, ONE_OR_MAPPING, WORDS, Kind, is_on
 from llmsuite.plugins.suites.suite import Run, Suite
-from llmsuite.plugins.suites.turn_texts import KEEPS_ENDS
+from llmsuite.plugins.suites.turn_texts import KEEPS_TEXT
 
 _TEMPLATES = {"chatml": "chatml", "llama3": "llama3", "qwen_25": "qwen2.5", "tokenizer_default": "tokenizer"}
 _TOKENS = (
@@ -237,7 +237,7 @@ def _data(run: Run) -> dict[str, Any]:
         run.refuse("datasets", "field_messages", "data.columns is the same for all files")
     if any(other != templates[0] for other in templates):
         run.refuse("datasets", "chat_template", "data.chat_template is the same for all files")
-    found |= _held_out(run, texts != {None} or _writes_nothing_after_answers(run, templates[0]))
+    found |= _held_out(run)
     text = next(iter(texts))
     if text is not None:
         found |= {"text_template": text, "answer_tokens": "apart"}
@@ -252,19 +252,8 @@ def _data(run: Run) -> dict[str, Any]:
     return found | trainer.loading(run)
 
 
-def _writes_nothing_after_answers(run: Run, template: str) -> bool:
-    """Return True if a chat template is known to write nothing after the end-of-sequence token of an answer, so that
-    rows are as long here as in Axolotl."""
-    return template == "llama3" and end_of_sequence(str(run.given("base_model"))) == "<|eot_id|>"
-
-
-def _held_out(run: Run, counts_all: bool) -> dict[str, Any]:
-    """Return the keys for `val_set_size`: the last rows in the order of a shuffle, of those that are not too long.
-
-    Args:
-        run: the conversion.
-        counts_all: True if the length of a row is that of all its tokens here.
-    """
+def _held_out(run: Run) -> dict[str, Any]:
+    """Return the keys for `val_set_size`: the last rows in the order of a shuffle, of those that are not too long."""
     if not is_on(run.given("val_set_size")):
         return {}
     size = run.number("val_set_size", 0)
@@ -272,10 +261,6 @@ def _held_out(run: Run, counts_all: bool) -> dict[str, Any]:
         run.refuse("val_set_size", size, "leaves no row for training; data.holdout is a share between 0 and 1")
     if is_on(run.given("test_datasets")):
         run.refuse("val_set_size", size, "and test_datasets are both given")
-    if not counts_all:
-        # Axolotl counts text that a template writes after the last answer
-        run.refuse("val_set_size", size, "which rows are dropped before it differs with chat templates; "
-                                         "nearest key: data.holdout")  # fmt: skip
     return {"holdout": int(size) if size > 1 else float(size), "choice": "axolotl"}
 
 
@@ -388,7 +373,7 @@ def _template(run: Run, template: str) -> dict[str, Any]:
         run.note("data.chat_template: the text of Axolotl's template, which refuses rows that it does not supervise "
                  "alike; the end of an answer is supervised only where it is the end-of-sequence token or one of "
                  "eot_tokens")  # fmt: skip
-        return {"chat_template": text, **KEEPS_ENDS}
+        return {"chat_template": text, **KEEPS_TEXT}
     end = axolotl_templates.end_of(name)
     if end is not None or is_base(model_name):
         why = f"ends answers with {end}, which may not be" if end else "ends answers with another token than"
@@ -396,7 +381,7 @@ def _template(run: Run, template: str) -> dict[str, Any]:
                    f"{model_name}; it is not supervised there")  # fmt: skip
     run.note("data.chat_template: that of the tokenizer; Axolotl supervises no [[ at the begin of an answer and no ]] "
              "at its end")  # fmt: skip
-    return {}
+    return dict(KEEPS_TEXT)
 
 
 def _evaluates(run: Run, train: dict[str, Any]) -> bool:

@@ -58,9 +58,12 @@ def _no_thoughts(context: RuleContext) -> Iterator[Violation]:
 
 
 def _no_ends_of_answers(context: RuleContext) -> Iterator[Violation]:
-    if context.recipe.data.end_of_answer != "token" and "answer_ends" not in context.stage.capabilities:
-        message = f"is {context.recipe.data.end_of_answer}; stage {context.recipe.stage} trains on no answers of rows"
-        yield "data.end_of_answer", f"{message}; remove it"
+    end = context.recipe.data.end_of_answer
+    stage = context.recipe.stage
+    if end != "token" and "answer_ends" not in context.stage.capabilities:
+        yield "data.end_of_answer", f"is {end}; stage {stage} trains on no answers of rows; remove it"
+    elif end == "token_in_text" and context.stage.row_kind != "conversation":
+        yield "data.end_of_answer", f"is {end}; stage {stage} has no text after its answers; set it to token or template"
 
 
 def _prompts_with_thoughts(context: RuleContext) -> Iterator[Violation]:
@@ -405,7 +408,8 @@ STAGE_RULES = (
         _no_thoughts,
     ),
     Rule(
-        "`data.end_of_answer` with a stage that does not train on answers of rows",
+        "`data.end_of_answer` with a stage that does not train on answers of rows; token_in_text with one whose rows are "
+        "no conversations",
         "it would have no effect",
         (),
         _no_ends_of_answers,
