@@ -23,6 +23,7 @@ _TOKENS = (
     (r"llama-?3[._][123]", ("<|finetune_right_pad_id|>", "<|eom_id|>")),
     (r"qwen-?(2|2\.5|3)-", ("<|endoftext|>", "<|im_start|>", "<|im_end|>")),
     (r"smollm2-", ("<|endoftext|>", "<|im_start|>", "<|im_end|>")),
+    (r"phi-3(\.5)?-(mini|medium)", ("<|endoftext|>",)),
 )
 """Special tokens of tokenizers of published models, by a pattern of the name in lower case: as a pad token, Axolotl
 adds none of them."""
@@ -249,6 +250,7 @@ def _data(run: Run) -> dict[str, Any]:
     if text is None:
         found |= _template(run, templates[0])
     _check_tokens(run, templates[0], text is not None)
+    _check_embedding(run)
     return found | trainer.loading(run)
 
 
@@ -362,6 +364,21 @@ def _check_tokens(run: Run, template: str, is_text: bool) -> None:
         run.refuse("special_tokens", ", ".join(changed), "tokens are those of the tokenizer")
 
 
+def _check_embedding(run: Run) -> None:
+    """Refuse `resize_token_embeddings_to_32x` where it may add rows to the embedding. It rounds the number of tokens up,
+    and a published embedding of a multiple of 32 rows has at least so many."""
+    key = "resize_token_embeddings_to_32x"
+    if not run.flag(key):
+        return
+    preset = run.family.presets.get(run.preset or "")
+    size = 1 if preset is None else run.family.config_cls(**preset).vocab_size
+    if size % 32:
+        run.refuse(key, True, "may add rows to the embedding, which start with other values; nearest key: "
+                              "model.new_tokens")  # fmt: skip
+    else:
+        run.left_out(key, True, f"the embedding has {size} rows, a multiple of 32")
+
+
 def _template(run: Run, template: str) -> dict[str, Any]:
     """Return `data.chat_template`, and how answers end: a text with what Axolotl supervises, for templates that have
     one. Refuse others whose answers do not end with the end-of-sequence token."""
@@ -456,9 +473,7 @@ def _lora(run: Run, adapter: str, four: bool, eight: bool) -> dict[str, Any]:
     if rank is None or alpha is None:
         raise UserError(f"{run.name}: has an adapter, but no lora_r or no lora_alpha")
     found: dict[str, Any] = {"rank": rank, "alpha": float(alpha)}
-    dropout = run.number("lora_dropout", 0.0)
-    if dropout:
-        found["dropout"] = float(dropout)
+    found |= model.dropout(run, 0.0)
     if run.flag("peft_use_rslora"):
         found["rslora"] = True
     if run.flag("peft_use_dora"):

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from llmsuite.contract.schema.degrees import launch_section
-from llmsuite.plugins.suites import swift_gkd
 from llmsuite.plugins.suites.conversion.kinds import WORDS, is_on, number
 from llmsuite.plugins.suites.conversion.refuse import Refusal
 from llmsuite.plugins.suites.suite import Run
@@ -220,14 +219,6 @@ def _own_section(run: Run, has_adapters: bool, defaults: GrpoDefaults) -> dict[s
     if beta:
         own |= {"beta": beta, "reference": "adapter_off" if has_adapters else "copy"}
     return own
-
-
-def check_dropout(run: Run, dropout: float) -> float:
-    """Return the dropout of adapters; refuse one with rollouts."""
-    if (run.section == "grpo" or swift_gkd.has_rollouts(run)) and dropout:
-        run.refuse("lora_dropout", dropout, "completions are sampled without dropout; set it to 0 for the same job")
-        return 0.0
-    return dropout
 
 
 def _is_other_than(*values: Any) -> Any:

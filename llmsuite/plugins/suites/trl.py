@@ -214,9 +214,7 @@ def _lora(run: Run) -> dict[str, Any]:
     rank = run.integer("lora_r", 16)
     alpha = run.number("lora_alpha", 32)
     found: dict[str, Any] = {"rank": rank, "alpha": float(alpha)}
-    dropout = grpo.check_dropout(run, run.number("lora_dropout", 0.05))
-    if dropout:
-        found["dropout"] = float(dropout)
+    found |= model.dropout(run, 0.05)
     if run.flag("use_rslora"):
         found["rslora"] = True
     if run.flag("use_dora"):

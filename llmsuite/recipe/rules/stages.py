@@ -9,7 +9,7 @@ from llmsuite.adapters.parameters import factor_shapes
 from llmsuite.base.errors import UserError
 from llmsuite.contract.schema.rule import Rule, Violation
 from llmsuite.contract.schema.section import changed_keys, value_at
-from llmsuite.contract.schema.stage_keys import HasMean, HasReference
+from llmsuite.contract.schema.stage_keys import HasReference, mean_of_micro_batches
 from llmsuite.models.block_quant import LLM_INT8
 from llmsuite.models.protocols import HasShapes, num_stored_mtp_layers
 from llmsuite.models.targets import expert_modules, has_own_head, linear_modules, matches, quantised_modules
@@ -87,10 +87,11 @@ def _unused_in_stage(context: RuleContext) -> Iterator[Violation]:
 
 
 def _grouped_means(context: RuleContext) -> Iterator[Violation]:
-    if not isinstance(context.section, HasMean) or context.section.mean != "micro_batches":
+    key = mean_of_micro_batches(context.section)
+    if key is None:
         return
     recipe = context.recipe
-    name = f"{context.stage.section_name}.mean"
+    name = f"{context.stage.section_name}.{key}"
     if recipe.train.micro_batch_tokens is not None:
         message = f"is {recipe.train.micro_batch_tokens}, but {name} averages each micro-batch by itself"
         yield "train.micro_batch_tokens", f"{message}; set it to null, and train.micro_batch_size"
@@ -365,7 +366,7 @@ _UNUSED_KEYS = Rule(
 
 STAGE_RULES = (
     Rule(
-        "`mean` `micro_batches` with `micro_batch_tokens`, or with `group_by_length` and several samples each",
+        "`mean` or `sft_mean` `micro_batches` with `micro_batch_tokens`, or with `group_by_length` and several samples each",
         "lengths would decide which samples are averaged together",
         (),
         _grouped_means,

@@ -20,7 +20,7 @@ from llmsuite.stages.dpo import DpoStage
 from llmsuite.stages.pairs import Pair
 from llmsuite.stages.sections import DpoSection
 from tests.support import alone, dpo_case
-from tests.support.dpo_variants import VARIANTS, made
+from tests.support.dpo_variants import BY_MICRO_BATCH, VARIANTS, made
 from tests.support.recorded_steps import Recording, cut
 
 
@@ -82,6 +82,24 @@ def test_the_loss_of_a_full_batch(name: str, tmp_path: Path, monkeypatch: pytest
     whole = evaluate(batches, Passes(stage, part, "1F1B", prepasses), 2)
     assert whole["loss"] == pytest.approx(expected, rel=2e-6)
     assert ("nll/chosen" in whole) == ("orpo" in name or "sft" in name)
+
+
+def test_the_sft_term_may_be_a_mean_over_each_micro_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the formula: means over the tokens of each micro-batch, whose weights are its pairs."""
+    (name,) = BY_MICRO_BATCH
+    stage, pairs = made(name, tmp_path, monkeypatch)
+    answers = [pair.answers[side] for side in (0, 1) for pair in pairs]
+    with paddle.no_grad():
+        logps = answer_logps(dpo_case.model(), stage.collate(pairs)).numpy().astype("float64")
+    chosen, _ = np.split(logps, 2)
+    sizes = np.array([len(answer.ids) for answer in answers])[: len(pairs)]
+    ratios = np.split(logps - stage._reference.logps_of(answers), 2)
+    preferred = np.log1p(np.exp(-0.1 * (ratios[0] - ratios[1]))).mean()
+    for parts in ([6], [2, 2, 2], [4, 2]):
+        borders = np.cumsum(parts)[:-1]
+        means = [-a.sum() / b.sum() for a, b in zip(np.split(chosen, borders), np.split(sizes, borders))]
+        metrics, _ = step(stage, pairs, parts)
+        assert metrics["loss"] == pytest.approx(preferred + 0.3 * np.average(means, weights=parts), rel=2e-6), parts
 
 
 def test_without_a_reference_nothing_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,6 +149,14 @@ def test_conversations_that_are_held_out(converted: Converted) -> None:
         assert (data["holdout"], data["choice"], data["end_of_answer"]) == (0.05, "axolotl", "token_in_text")
 
 
+def test_an_embedding_that_has_enough_rows(converted: Converted) -> None:
+    key = "resize_token_embeddings_to_32x"
+    found = converted(ACTION, {**BARE, key: True})
+    assert (key, True, "the embedding has 128256 rows, a multiple of 32") in found.left_out
+    with pytest.raises(UserError, match=f"{key} = True: may add rows to the embedding"):
+        converted(ACTION, {**BARE, "base_model": "org/llama-x", "chat_template": "llama3", key: True})
+
+
 def test_answers_that_axolotl_finds_elsewhere_are_refused(converted: Converted) -> None:
     """It looks for what differs from [[dummy_message]] in its place."""
     text = converted(ACTION, {**BARE, "base_model": "Qwen/Qwen2.5-7B", "chat_template": "chatml"}).recipe["data"]
