@@ -17,7 +17,8 @@ from llmsuite.plugins.suites.conversion.kinds import LIST, MAPPING, ONE, ONE_OR_
 from llmsuite.plugins.suites.suite import Run, Suite
 from llmsuite.plugins.suites.turn_texts import KEEPS_TEXT
 
-_TEMPLATES = {"chatml": "chatml", "llama3": "llama3", "qwen_25": "qwen2.5", "tokenizer_default": "tokenizer"}
+_TEMPLATES = {"chatml": "chatml", "llama3": "llama3", "qwen_25": "qwen2.5", "qwen3": "qwen3",
+              "tokenizer_default": "tokenizer"}  # fmt: skip
 _TOKENS = (
     (r"llama-?3", ("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>")),
     (r"llama-?3[._][123]", ("<|finetune_right_pad_id|>", "<|eom_id|>")),
@@ -365,8 +366,8 @@ def _check_tokens(run: Run, template: str, is_text: bool) -> None:
 
 
 def _check_embedding(run: Run) -> None:
-    """Refuse `resize_token_embeddings_to_32x` where it may add rows to the embedding. It rounds the number of tokens up,
-    and a published embedding of a multiple of 32 rows has at least so many."""
+    """Refuse `resize_token_embeddings_to_32x` where it may add rows to the embedding. It rounds the number of tokens
+    up, and a published embedding of a multiple of 32 rows has at least so many."""
     key = "resize_token_embeddings_to_32x"
     if not run.flag(key):
         return

@@ -139,8 +139,8 @@ def _of_joined(run: Run, key: str, named: list[str]) -> list[str]:
 
 
 def dropout(run: Run, default: float) -> dict[str, Any]:
-    """Return `lora.dropout`. The trainers for preferences, rewards and distillation are TRL's, or made of them: they set
-    `disable_dropout`, by default, which is also for adapters."""
+    """Return `lora.dropout`. The trainers for preferences, rewards and distillation are TRL's, or made of them: by
+    default they set `disable_dropout`, which is also for adapters."""
     rate = run.number("lora_dropout", default)
     if not rate:
         return {}
@@ -149,6 +149,7 @@ def dropout(run: Run, default: float) -> dict[str, Any]:
         return {}
     if run.section == "grpo":
         run.refuse("lora_dropout", rate, "completions are sampled without dropout; set it to 0 for the same job")
+        return {}
     return {"dropout": float(rate)}
 
 

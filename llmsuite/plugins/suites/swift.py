@@ -1,5 +1,5 @@
-"""Conversion of ms-swift's arguments: `swift sft`, `swift pt` and `swift rlhf`, in a shell script or a YAML or JSON file. The
-`megatron` commands are in `swift_megatron`."""
+"""Conversion of ms-swift's arguments: `swift sft`, `swift pt` and `swift rlhf`, in a shell script or a YAML or JSON
+file. The `megatron` commands are in `swift_megatron`."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ _STAGES = {
     "dpo": "dpo", "simpo": "dpo", "cpo": "dpo", "orpo": "dpo", "kto": "kto", "rm": "rm", "grpo": "grpo", "gkd": "gkd",
 }  # fmt: skip
 _GRPO = grpo.GrpoDefaults(
-    beta=0.04, temperature=0.9, loss="grpo", rewards={"accuracy": "swift_accuracy", "format": "swift_format"}
-)
+    beta=0.04, temperature=0.9, loss="grpo", rewards={"accuracy": "swift_accuracy", "format": "swift_format"},
+    keeps_groups=True,
+)  # fmt: skip
 _LOSSES = {
     "dpo": {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo_mean"},
     "simpo": {"simpo": "simpo"},

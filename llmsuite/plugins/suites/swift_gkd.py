@@ -67,8 +67,8 @@ def sections(run: Run, recipe: dict[str, Any], hub: str) -> dict[str, Any]:
     if is_on(run.given("use_vllm")) and isinstance(limit, int) and limit < data["max_length"] - 2:
         run.refuse("vllm_max_model_len", limit, "is less than max_length and max_completion_length together")
     run.note("data.max_length: max_length, max_completion_length and the end of an answer; rows that are longer than "
-             "max_length alone are dropped and counted: ms-swift replaces them by others in steps on the answers in the "
-             "data, and samples answers to their prompts in the other steps")  # fmt: skip
+             "max_length alone are dropped and counted: ms-swift replaces them by others in steps on the answers in "
+             "the data, and samples answers to their prompts in the other steps")  # fmt: skip
     run.note("evaluations compute the loss on the answers in the data; ms-swift samples answers in those that it draws")
     return {"rollout": rollout, "gkd": own}
 

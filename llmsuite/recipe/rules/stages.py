@@ -63,7 +63,10 @@ def _no_ends_of_answers(context: RuleContext) -> Iterator[Violation]:
     if end != "token" and "answer_ends" not in context.stage.capabilities:
         yield "data.end_of_answer", f"is {end}; stage {stage} trains on no answers of rows; remove it"
     elif end == "token_in_text" and context.stage.row_kind != "conversation":
-        yield "data.end_of_answer", f"is {end}; stage {stage} has no text after its answers; set it to token or template"
+        yield (
+            "data.end_of_answer",
+            f"is {end}; stage {stage} has no text after its answers; set it to token or template",
+        )
 
 
 def _prompts_with_thoughts(context: RuleContext) -> Iterator[Violation]:
@@ -366,7 +369,8 @@ _UNUSED_KEYS = Rule(
 
 STAGE_RULES = (
     Rule(
-        "`mean` or `sft_mean` `micro_batches` with `micro_batch_tokens`, or with `group_by_length` and several samples each",
+        "`mean` or `sft_mean` `micro_batches` with `micro_batch_tokens`, or with `group_by_length` and several samples "
+        "each",
         "lengths would decide which samples are averaged together",
         (),
         _grouped_means,
@@ -409,8 +413,8 @@ STAGE_RULES = (
         _no_thoughts,
     ),
     Rule(
-        "`data.end_of_answer` with a stage that does not train on answers of rows; token_in_text with one whose rows are "
-        "no conversations",
+        "`data.end_of_answer` with a stage that does not train on answers of rows; token_in_text with one whose rows "
+        "are no conversations",
         "it would have no effect",
         (),
         _no_ends_of_answers,

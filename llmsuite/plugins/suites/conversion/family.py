@@ -50,6 +50,8 @@ _MODEL_TYPES = (
     (r"\bbge-|roberta|\bbert", "xlm-roberta"),
     (r"ernie-?4\.5.*a\d", "ernie4_5_moe"),
     (r"ernie-?4\.5", "ernie4_5"),
+    (r"plano-orchestrator[^/]*-a\d+b", "qwen3_moe"),
+    (r"plano-orchestrator", "qwen3"),
     (r"distill-qwen|deepcoder|cogito-v1-preview-qwen", "qwen2"),
     (r"qwen-?3.*a[\d.]+b", "qwen3_moe"),
     (r"qwen-?[12].*a[\d.]+b", "qwen2_moe"),

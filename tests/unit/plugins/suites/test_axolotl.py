@@ -157,6 +157,12 @@ def test_an_embedding_that_has_enough_rows(converted: Converted) -> None:
         converted(ACTION, {**BARE, "base_model": "org/llama-x", "chat_template": "llama3", key: True})
 
 
+def test_matrices_of_gpt_2_have_joined_adapters(converted: Converted) -> None:
+    values = {**BARE, **TEXTS, "base_model": "cerebras/Cerebras-GPT-1.3B", "lora_target_linear": None}
+    with pytest.raises(UserError, match=r"lora_target_modules = .*c_attn is one for queries, keys and values"):
+        converted(ACTION, {**values, "lora_target_modules": ["c_attn", "c_proj"]})
+
+
 def test_answers_that_axolotl_finds_elsewhere_are_refused(converted: Converted) -> None:
     """It looks for what differs from [[dummy_message]] in its place."""
     text = converted(ACTION, {**BARE, "base_model": "Qwen/Qwen2.5-7B", "chat_template": "chatml"}).recipe["data"]

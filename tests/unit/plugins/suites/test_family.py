@@ -16,6 +16,8 @@ from llmsuite.plugins.suites.conversion.family import family_of, preset_of
         ("deepcogito/cogito-v1-preview-qwen-14B", "qwen"),
         ("deepcogito/cogito-v1-preview-llama-3B", "llama"),
         ("01-ai/Yi-34B-Chat", "llama"),
+        ("katanemo/Plano-Orchestrator-4B", "qwen"),
+        ("katanemo/Plano-Orchestrator-30B-A3B", "qwen_moe"),
         ("microsoft/Phi-3-mini-4k-instruct", "phi"),
         ("microsoft/Phi-3.5-mini-instruct", "phi"),
         ("microsoft/phi-4", "phi"),

@@ -154,6 +154,8 @@ CASES = [
     _axolotl("qwen_25", "Qwen/Qwen2.5-7B", ENDOFTEXT, Axolotl(CHATML, None, QWEN)),
     _axolotl("llama3", LLAMA_INSTRUCT, EOT, Axolotl(LLAMA_3, EOT, trims=True)),
     _axolotl("llama3", "NousResearch/Meta-Llama-3-8B", END_OF_TEXT, Axolotl(LLAMA_3, None, trims=True)),
+    _axolotl("qwen3", "Qwen/Qwen3-8B", IM_END, Axolotl(CHATML, IM_END, has_thoughts=True)),
+    _axolotl("qwen3", "Qwen/Qwen3-8B-Base", ENDOFTEXT, Axolotl(CHATML, None, has_thoughts=True)),
     _axolotl(None, "Qwen/Qwen2.5-7B-Instruct", IM_END, Axolotl(CHATML, IM_END, QWEN)),
     _axolotl("tokenizer_default", LLAMA_INSTRUCT, EOT, Axolotl(LLAMA_3, EOT, trims=True)),
 ]

@@ -245,6 +245,12 @@ def test_losses_on_chosen_answers(values: dict[str, Any], section: dict[str, Any
     assert recipe["data"].get("group_by_length", True) == (section.get("sft_mean") != "micro_batches")
 
 
+def test_trainers_of_preferences_turn_dropout_off(converted: Converted) -> None:
+    """Those of TRL, of which ms-swift's are made, do so by default, also for adapters."""
+    for kind in ("dpo", "simpo", "cpo", "orpo", "kto", "rm"):
+        assert "dropout" not in converted(ACTION, {**RLHF, "rlhf_type": kind}).recipe["lora"]
+
+
 def test_evaluation_follows_the_arguments(converted: Converted) -> None:
     """It follows the checkpoints."""
     held = {**BARE, "val_dataset": "held.jsonl"}

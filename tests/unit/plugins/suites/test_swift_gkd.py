@@ -78,9 +78,12 @@ def test_one_row_in_a_micro_batch_may_be_grouped_by_length(converted: Converted)
     assert found.recipe["gkd"]["mean"] == "micro_batches"
 
 
-def test_adapters_have_their_dropout_where_nothing_is_sampled(converted: Converted) -> None:
-    found = converted(ACTION, {**GKD, "tuner_type": "lora", "lmbda": 0})
-    assert "dropout" not in found.recipe["lora"], "its trainer turns dropout off"
+def test_adapters_have_no_dropout(converted: Converted) -> None:
+    """Trainers that are made of TRL's turn it off, by `disable_dropout`."""
+    for values in ({"lmbda": 0}, {"lmbda": 0.5}, {"lora_dropout": 0.1}):
+        found = converted(ACTION, {**GKD, "tuner_type": "lora", **values})
+        assert "dropout" not in found.recipe["lora"]
+    assert ("lora_dropout", 0.1, "the trainer of this stage turns dropout off, also that of adapters") in found.left_out
 
 
 def test_the_model_has_positions_for_its_answers(converted: Converted) -> None:
