@@ -127,6 +127,22 @@ def test_keys_that_do_not_fit_together(keys: dict[str, Any], key: str, message: 
     assert message in problem
 
 
+def test_micro_batches_that_are_averaged_are_not_grouped_by_length(
+    problems: Callable[..., list[Any]], plan: Callable[..., RunPlan]
+) -> None:
+    keys = {"dpo.sft_weight": 0.1, "dpo.sft_mean": "micro_batches", "train.micro_batch_size": 2}
+    (problem,) = problems(keys)
+    assert problem.key == "data.group_by_length"
+    assert "dpo.sft_mean averages each micro-batch by itself; set it to false" in problem.message
+    assert not plan({**keys, "data.group_by_length": False}).recipe.data.group_by_length
+
+
+def test_answers_have_no_text_after_them(problems: Callable[..., list[Any]]) -> None:
+    (problem,) = problems({"dpo.beta": 0.2, "data.end_of_answer": "token_in_text"})
+    assert problem.key == "data.end_of_answer"
+    assert "stage dpo has no text after its answers" in problem.message
+
+
 def test_a_reference_without_adapter_takes_one(problems: Callable[..., list[Any]]) -> None:
     (problem,) = problems({"dpo.reference": "adapter_off"})
     assert problem.key == "dpo.reference"
