@@ -35,9 +35,12 @@ _FOUND_ELSEWHERE = (
 _EMPTY_THOUGHT = (
     "{%- if '</think>' in content %}"
     "{{- raise_exception('this template writes no thoughts') }}"
-    "{%- elif loop.last %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
+    "{%- elif not loop.last %}"  # whose text depends on the turns after it
+    "{{- raise_exception('this template writes no answer that other turns follow') }}"
+    "{%- endif %}"
+    "{{- '<think>\\n\\n</think>\\n\\n' }}"
 )
-"""Text in front of the content of an answer with qwen3: the last turn has a thought, which is empty."""
+"""Text in front of the content of an answer with qwen3: the last turn alone has a thought, which is empty."""
 
 
 def name_of(template: str, model: str) -> str:

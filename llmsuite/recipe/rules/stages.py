@@ -62,7 +62,7 @@ def _no_ends_of_answers(context: RuleContext) -> Iterator[Violation]:
     stage = context.recipe.stage
     if end != "token" and "answer_ends" not in context.stage.capabilities:
         yield "data.end_of_answer", f"is {end}; stage {stage} trains on no answers of rows; remove it"
-    elif end == "token_in_text" and context.stage.row_kind != "conversation":
+    elif end == "token_in_text" and "thoughts" not in context.stage.capabilities:  # which trains on all of an answer
         yield (
             "data.end_of_answer",
             f"is {end}; stage {stage} has no text after its answers; set it to token or template",

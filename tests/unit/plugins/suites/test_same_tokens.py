@@ -260,7 +260,9 @@ def test_tokens_and_supervision_are_those_of_the_suite(case: Case, registry: Reg
         for title, turns in {**PLAIN, **OTHERS}.items():
             found = _tokens(made, name, _row(name, turns, recipe["data"].get("system")))
             expected = case.rule.tokens(turns, encoder, last_only)
-            assert found is not None or title in OTHERS, (name, title)
+            has_one_answer = [role for role, _ in turns].count("assistant") == 1
+            is_written = has_one_answer or not (isinstance(case.rule, Axolotl) and case.rule.has_thoughts)
+            assert found is not None or title in OTHERS or not is_written, (name, title)
             if found is not None and recipe["data"]["end_of_answer"] == "token_in_text":
                 assert found == expected, (name, title)
             elif found is not None:
