@@ -184,7 +184,7 @@ def check_supervision(stage: Stage[Any], collate: Collate, samples: Sequence[Any
             f"{what}: everything is masked: no token of its {len(samples)} samples is supervised, so the loss would "
             "be 0; look at one with `llmsuite data explain`"
         )
-    if stage.context.data.end_of_answer == "template" or _has_marks(stage):
+    if stage.context.data.end_of_answer != "token" or _has_marks(stage):
         stage.context.report(
             f"{what}: no answer ends with the end-of-sequence token of the tokenizer, as the template writes others; "
             "a model that learns so ends answers as the template does, such as with <|im_end|>"

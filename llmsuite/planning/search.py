@@ -14,7 +14,7 @@ from llmsuite.contract.schema.engine import EngineSection
 from llmsuite.contract.schema.parallel import ParallelSection
 from llmsuite.contract.schema.recipe import Recipe, TrainSection
 from llmsuite.contract.schema.section import violations
-from llmsuite.contract.schema.stage_keys import HasMean
+from llmsuite.contract.schema.stage_keys import mean_of_micro_batches
 from llmsuite.models.mtp import num_layers
 from llmsuite.models.shape_spec import ShapeSpec
 from llmsuite.planning.cost import HOST_LINK, Hardware
@@ -329,7 +329,7 @@ def _variants(strategy: Strategy, candidates: Candidates) -> Iterator[Strategy]:
     size = strategy.micro_batch or train.micro_batch_size
     strategy = dataclasses.replace(strategy, recompute="none")
     own = candidates.train_plan.stage_section
-    is_averaged = isinstance(own, HasMean) and own.mean == "micro_batches"  # the size then changes the loss
+    is_averaged = mean_of_micro_batches(own) is not None  # the size then changes the loss
     if train.micro_batch_tokens is None and not is_averaged:
         for other in (2 * size, *([size // 2] if size % 2 == 0 else [])):
             yield dataclasses.replace(strategy, micro_batch=None if other == train.micro_batch_size else other)

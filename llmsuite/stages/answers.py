@@ -35,14 +35,14 @@ class Answer:
         return len(self.prompt) + len(self.ids)
 
 
-def ended(answer: list[int], eos: int, end: Literal["token", "template"]) -> list[int]:
+def ended(answer: list[int], eos: int, end: Literal["token", "template", "token_in_text"]) -> list[int]:
     """The answer up to and including its last end-of-sequence token, which is appended if there is none; with `end`
     "template" the answer as the template writes it.
 
     Args:
         answer: token ids of all that the chat template writes for an answer.
         eos: id of the end-of-sequence token.
-        end: value of `data.end_of_answer`.
+        end: value of `data.end_of_answer`; token_in_text is refused for stages with such answers.
     """
     if end == "template":
         return answer

@@ -64,6 +64,7 @@ class GkdStage(SftStage, RolloutStage[Any]):
         self._sft_weight = section.sft_weight
         self._by_micro_batch = section.mean == "micro_batches"
         self._last_turn = section.last_turn
+        self._row_length = section.row_length
         self._rollout: RolloutSection | None = None
         """How answers are sampled; None where none are."""
         if section.on_policy:
@@ -104,6 +105,8 @@ class GkdStage(SftStage, RolloutStage[Any]):
             (supervised,) = np.nonzero(sample.weights)
             length = int(supervised[0]) if len(supervised) else len(sample.ids)
         longest = self._max_length - self._rollout.max_completion_length - len(self._answer_end)
+        if self._row_length is not None and len(sample.ids) > self._row_length:
+            raise Unusable(f"longer than gkd.row_length {self._row_length}")
         if not before:
             raise Unusable("with an empty prompt (no answer to it can be sampled)")
         if length > longest:

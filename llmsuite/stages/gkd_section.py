@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 
-from llmsuite.contract.schema.numbers import Fraction, NonNegativeFloat, PositiveFloat
+from llmsuite.contract.schema.numbers import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt
 from llmsuite.contract.schema.rollout import RolloutSection
 from llmsuite.contract.schema.section import Section
 from llmsuite.contract.specs import StageProfile, TeacherProfile
@@ -50,6 +50,9 @@ class GkdSection(Section):
     answer_end: str | None = None
     """Text that is appended to each sampled answer and supervised, unless the answer ends with the first token of it,
     such as the end of a turn: ms-swift ends truncated answers so. null: answers end as they were sampled."""
+    row_length: PositiveInt | None = None
+    """Maximum number of tokens of a conversation in the data, where answers are sampled and data.max_length has room
+    for them too. Longer conversations are dropped. null: data.max_length."""
     truncate: bool = False
     """Truncate conversations to data.max_length tokens instead of dropping them. Either is counted and reported."""
 
@@ -75,10 +78,13 @@ class GkdSection(Section):
     def unused(self) -> Iterator[tuple[str, str]]:
         if not self.on_policy:
             yield "answer_end", "has no effect while on_policy is 0; set that, or remove it"
+            yield "row_length", "has no effect while on_policy is 0; set data.max_length, and remove it"
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.answer_end == "":
             yield "answer_end", "is empty; set it to null"
+        if self.row_length is not None and self.truncate:
+            yield "row_length", "drops conversations that truncate would shorten; remove one of them"
 
     def unused_elsewhere(self) -> Iterator[tuple[str, str]]:
         if not self.on_policy:

@@ -82,7 +82,7 @@ class PairLoss:
         return {f"kl/{side}": ((ratios * weights).sum(), batch["weight"]) for side, ratios in sides}
 
     def terms(self, model: Any, batch: Batch) -> LossTerms:
-        """Sum over the pairs, each with weight 1. The term of `sft_weight` is a mean over tokens, or over answers."""
+        """Sum over the pairs, each with weight 1. The term of `sft_weight` is a mean as `sft_mean` says."""
         logps, nll = self._logps(model, batch)
         chosen, rejected = split_pairs(logps.astype("float32"), batch)
         weights = tensor(batch, "pair_weights")
@@ -94,12 +94,15 @@ class PairLoss:
         if self._sft_weight:
             of_chosen = -(chosen * weights)
             sums["nll/chosen"] = of_chosen.detach().sum(), total(batch, "chosen_tokens")
-            # the loss is divided by the number of pairs; the factor makes this term a mean over tokens, and without it
-            # the term is a mean over answers
-            if self._sft_mean == "tokens":
+            # the loss is divided by the number of pairs; the factor makes this term a mean over tokens, of the global
+            # batch or of this one, and without it the term is a mean over answers
+            tokens = split_pairs(tokens_by_answer(batch), batch)[0]
+            if self._sft_mean == "answers":
+                of_chosen = of_chosen / tokens
+            elif self._sft_mean == "micro_batches" and model.training:
+                of_chosen = of_chosen * (weights.sum() / (tokens * weights).sum().clip(min=1))
+            else:  # evaluations are split into other micro-batches on each mesh
                 of_chosen = of_chosen * stat(batch, "pairs_per_token")
-            else:
-                of_chosen = of_chosen / split_pairs(tokens_by_answer(batch), batch)[0]
             loss = loss + of_chosen.sum() * self._sft_weight
         if "sampled_logps" in batch:
             gap = (nll.detach() + tensor(batch, "sampled_logps")).abs()

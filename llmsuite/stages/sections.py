@@ -45,9 +45,10 @@ class DpoSection(Section):
     """Target margin of simpo between the rewards of both answers."""
     sft_weight: NonNegativeFloat = 0.0
     """Weight of an SFT term: the mean negative log-probability of the tokens of chosen answers. 1 with orpo."""
-    sft_mean: Literal["tokens", "answers"] = "tokens"
+    sft_mean: Literal["tokens", "answers", "micro_batches"] = "tokens"
     """Mean of the SFT term. tokens: over the tokens of all chosen answers of the global batch; answers: over the tokens
-    of each chosen answer, then over these answers."""
+    of each chosen answer, then over these answers; micro_batches: over the tokens of the chosen answers of each
+    micro-batch, then over micro-batches by their pairs, as in ms-swift. Evaluations then have the mean over tokens."""
     reference: Literal["cache", "adapter_off", "none"] | None = None
     """Source of the log-probabilities of the reference model, which is the initial model. cache: computed before the
     first step and cached on disk; adapter_off: computed in each step by the model without its adapter, which needs
@@ -61,7 +62,7 @@ class DpoSection(Section):
         prepasses: list[PrePass] = []
         if self.effective_sft_weight:
             sums.append("nll/chosen")
-            if self.sft_mean == "tokens":
+            if self.sft_mean != "answers":
                 prepasses.append(PrePass(kind="batch", sums=("pairs_per_token",)))
         if self.reference_from == "adapter_off":
             prepasses.append(PrePass(kind="adapters_off"))

@@ -51,6 +51,8 @@ class Rendered:
     """`ChatTemplate.thought_texts` of the turns, where thoughts are not supervised."""
     is_forgetful: bool = False
     """True where the template leaves out the thoughts of some turn."""
+    whole: str | None = None
+    """The text of all turns, with what the template writes after the last answer; None where that is left out."""
 
 
 class SftStage(GeneratingStage[WeightedTokens]):
@@ -69,6 +71,7 @@ class SftStage(GeneratingStage[WeightedTokens]):
         self._is_packed = context.data.packing != "none"
         self._answers_apart = context.data.answer_tokens == "apart"
         self._ends_by_template = context.data.end_of_answer == "template"
+        self._keeps_text = context.data.end_of_answer == "token_in_text"
         self._supervises_thoughts = context.data.supervise_thoughts
         self._mtp_weight = context.train.mtp_loss_weight
         self._has_prompt_lengths = context.reft.rank is not None
@@ -101,12 +104,16 @@ class SftStage(GeneratingStage[WeightedTokens]):
         encoded = iter(self._encoded([texts for each in rendered for texts in each.turns]))
         thoughts = [text for each in rendered for texts in each.thoughts for text in texts or ()]
         unsupervised = iter(self.context.encode(thoughts))
+        wholes = iter(self.context.encode([each.whole for each in rendered if each.whole is not None]))
         samples = []
         for each in rendered:
             parts = [next(encoded) for _ in each.turns]
             borders = [(next(unsupervised), next(unsupervised)) for span in each.thoughts if span is not None]
+            whole = None if each.whole is None else next(wholes)
             try:
                 sample = self._sample(each, parts, borders)
+                if whole is not None:
+                    sample = _with_rest(sample, whole)
                 if len(sample.ids) > self._max_length:
                     sample = self._cut(sample)
                     counts.cut += 1
@@ -145,7 +152,8 @@ class SftStage(GeneratingStage[WeightedTokens]):
         if row.weights:
             weights = [row.weight(i) for i in template.numbers_of(row, turns)]
         thoughts = [] if self._supervises_thoughts else template.thought_texts(row, turns)
-        return Rendered(number, row, turns, weights, thoughts, bool(template.dropped_thoughts(row)))
+        whole = template.render(row.messages, tools=row.tools, kwargs=row.template_kwargs) if self._keeps_text else None
+        return Rendered(number, row, turns, weights, thoughts, bool(template.dropped_thoughts(row)), whole)
 
     def _sample(
         self,
@@ -225,7 +233,7 @@ class SftStage(GeneratingStage[WeightedTokens]):
 
         A template may end turns with another token. That token is kept, and the last turn also gets the end-of-sequence
         token, unless the template marks what is supervised. With `data.end_of_answer` template the answer stays as the
-        template writes it.
+        template writes it; with token_in_text no token is appended. Raises Unusable.
         """
         eos = self.context.tokenizer.eos_id
         if answer.count(eos) > 1:
@@ -234,7 +242,11 @@ class SftStage(GeneratingStage[WeightedTokens]):
             return answer
         if eos in answer:
             return answer[: answer.index(eos) + 1]
-        return [*answer, eos] if is_last and not self._template.has_marks else answer
+        if self._template.has_marks:
+            return answer
+        if self._keeps_text:
+            raise Unusable("with an answer that the chat template does not end with the end-of-sequence token")
+        return [*answer, eos] if is_last else answer
 
     def _cut(self, sample: WeightedTokens) -> WeightedTokens:
         """The first `data.max_length` tokens. Raises Unusable unless `truncate_key` is set."""
@@ -278,6 +290,22 @@ class SftStage(GeneratingStage[WeightedTokens]):
     def loss(self, model: Any, batch: Batch) -> LossTerms:
         """Sum over the supervised tokens, each with the weight of its turn."""
         return language_model.weighted_loss(model, batch, self._mtp_weight, is_dft=self.section.loss == "dft")
+
+
+def _with_rest(sample: WeightedTokens, whole: Sequence[int]) -> WeightedTokens:
+    """The sample with the tokens of its conversation that follow the last answer, without weight. Raises Unusable if
+    the answer has other tokens there.
+
+    Args:
+        sample: of a conversation.
+        whole: token ids of all that the chat template writes for it.
+    """
+    length = len(sample.ids)
+    if sample.ids.tolist() != list(whole[:length]):
+        raise Unusable("with an answer that is tokenized differently when the conversation continues")
+    weights = np.zeros(len(whole), dtype="float32")
+    weights[:length] = sample.weights
+    return dataclasses.replace(sample, ids=np.array(whole, dtype="int32"), weights=weights)
 
 
 def _mask_thoughts(sample: WeightedTokens, borders: Sequence[tuple[list[int], list[int]]]) -> WeightedTokens:

@@ -20,12 +20,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "cpo and sft of answers": {"loss": "cpo", "beta": 0.5, "sft_weight": 0.3, "sft_mean": "answers"},
     "orpo with sft of answers": {"loss": "orpo", "beta": 0.5, "sft_mean": "answers"},
 }
+BY_MICRO_BATCH: dict[str, dict[str, Any]] = {
+    "sigmoid and sft of micro-batches": {"sft_weight": 0.3, "sft_mean": "micro_batches"},
+}
+"""Those in which the loss depends on the micro-batches."""
 
 
 def made(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[DpoStage, list[Pair]]:
     """A stage and pairs; where it has a reference, that thinks somewhat less of the answers than the policy."""
     monkeypatch.setenv("LLMSUITE_CACHE", str(isolated_cache(tmp_path)))
-    stage = dpo_case.stage(**VARIANTS[name])
+    stage = dpo_case.stage(**{**VARIANTS, **BY_MICRO_BATCH}[name])
     pairs, _ = dpo_case.pairs(stage, dpo_case.rows(6))
     stage.before_training(dpo_case.model(), pairs)
     if stage._reference.table:

@@ -184,16 +184,17 @@ class Axolotl:
     """The end-of-sequence token, or one of `eot_tokens`, if the form has it."""
     default: str | None = None
     trims: bool = False
+    has_thoughts: bool = False
 
     def tokens(self, turns: Sequence[Turn], encoder: Tokenizer, last_only: bool) -> Sequence_ | None:
         """The row that is trained on."""
-        ids = self._ids(turns, encoder)
+        ids = self._ids(turns, encoder, len(turns))
         supervised = [False] * len(ids)
         for i, (role, _) in enumerate(turns):
             if role != "assistant":
                 continue
-            full = self._ids(turns[: i + 1], encoder)
-            dummy = self._ids([*turns[:i], (role, "[[dummy_message]]")], encoder)
+            full = self._ids(turns[: i + 1], encoder, len(turns))
+            dummy = self._ids([*turns[:i], (role, "[[dummy_message]]")], encoder, len(turns))
             if full == dummy:
                 continue
             begin = next(k for k in range(len(full)) if full[k] != dummy[k])
@@ -204,12 +205,15 @@ class Axolotl:
                 supervised[ids.index(token, end)] = True
         return list(zip(ids, supervised))
 
-    def _ids(self, turns: Sequence[Turn], encoder: Tokenizer) -> list[int]:
+    def _ids(self, turns: Sequence[Turn], encoder: Tokenizer, count: int) -> list[int]:
+        """The tokens of the first turns of a row with `count` turns."""
         text = self.form.prefix
         if self.default is not None and turns[0][0] != "system":
             text += self.form.system.format(self.default)
-        for role, content in turns:
+        for i, (role, content) in enumerate(turns):
             turn = self.form.system.replace("system", role, 1)
+            if self.has_thoughts and role == "assistant" and i == count - 1:
+                content = EMPTY_THOUGHT + content
             text += turn.format(content.strip() if self.trims else content)
         ids: list[int] = encoder.encode(text, add_special_tokens=False).ids
         return ids

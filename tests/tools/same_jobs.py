@@ -7,8 +7,9 @@ not in this repository. `swift=` may be left out for a directory with that name.
 commits, the directory has each file as it is at its own commit. Suites without a directory keep the numbers of their
 list.
 
-`--reasons` counts the reasons of refusals: how many files have one, and how many have no other. `--write` writes what
-becomes of each file into the lists, and the numbers into the table of the documentation.
+`--reasons` counts the reasons of refusals: how many files have one, and how many have no other; the reasons that most
+files have alone come first. `--write` writes what becomes of each file into the lists, and the numbers into the table
+of the documentation.
 """
 
 from __future__ import annotations
@@ -135,12 +136,14 @@ def _print_reasons(found: Mapping[str, Mapping[str, Outcome]]) -> None:
     alone: collections.Counter[tuple[str, str]] = collections.Counter()
     for name, results in found.items():
         for file, result in results.items():
+            if result.text in VALID:
+                continue
             for reason in result.reasons:
                 files[reason].add(f"{name}/{file}")
             if len(set(result.reasons)) == 1:
                 alone[result.reasons[0]] += 1
     print("\n| files | alone | argument | reason |\n|---|---|---|---|")
-    for reason in sorted(files, key=lambda reason: (-len(files[reason]), reason)):
+    for reason in sorted(files, key=lambda reason: (-alone[reason], -len(files[reason]), reason)):
         print(f"| {len(files[reason])} | {alone[reason]} | {reason[0]} | {reason[1].splitlines()[0]} |")
 
 

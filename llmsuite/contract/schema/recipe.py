@@ -137,11 +137,13 @@ class DataSection(Section):
     """With text_template: tokens of the supervised text. after_prompt: those that follow the tokens of the prompt.
     apart: those of this text alone, as Axolotl makes them. Some tokenizers, such as that of Llama 2, then begin it with
     a space. A row whose text is empty stays, without the end-of-sequence token, and trains nothing."""
-    end_of_answer: Literal["token", "template"] = "token"
+    end_of_answer: Literal["token", "template", "token_in_text"] = "token"
     """End of an answer in training. token: the end-of-sequence token. What the chat template writes after it, such as a
     line break, is left out; an answer that the template ends with another token gets it too, unless the template marks
     with {% generation %} what is supervised. template: as the chat template ends it. All that it writes up to the next
-    turn, or marks, is supervised, and nothing is added."""
+    turn, or marks, is supervised, and nothing is added. token_in_text, for stages of conversations: the end-of-sequence
+    token where the template writes or marks it, and nothing is added. What the template writes after it stays without
+    weight, also after the last answer, as in Axolotl: it counts for max_length and for packs."""
     ranked_pairs: Literal["all", "best"] = "all"
     """With stages dpo and rm: pairs that are made of a row with ranked answers. all: each two with different scores;
     best: the best answer with each that has a lower score."""

@@ -50,6 +50,24 @@ class HasMean(Protocol):
 
 
 @runtime_checkable
+class HasSftMean(Protocol):
+    """Section of a stage whose SFT term can average each micro-batch by itself."""
+
+    sft_mean: str
+    """"micro_batches" where it does."""
+
+
+def mean_of_micro_batches(section: object) -> str | None:
+    """The key of a section that averages each micro-batch by itself, so that their size changes the loss; None where
+    none does."""
+    if isinstance(section, HasMean) and section.mean == "micro_batches":
+        return "mean"
+    if isinstance(section, HasSftMean) and section.sft_mean == "micro_batches":
+        return "sft_mean"
+    return None
+
+
+@runtime_checkable
 class HasDocumentMask(Protocol):
     """Section of a stage that packs documents."""
 

@@ -12,17 +12,19 @@ from llmsuite.base.errors import UserError
 from llmsuite.base.safe_files import exists
 from llmsuite.data.turns import SHAREGPT_ROLES
 from llmsuite.plugins.suites import axolotl_arguments, axolotl_templates, model, trainer
-from llmsuite.plugins.suites.conversion.end_tokens import end_of_sequence, is_base
+from llmsuite.plugins.suites.conversion.end_tokens import is_base
 from llmsuite.plugins.suites.conversion.kinds import LIST, MAPPING, ONE, ONE_OR_MAPPING, WORDS, Kind, is_on
 from llmsuite.plugins.suites.suite import Run, Suite
-from llmsuite.plugins.suites.turn_texts import KEEPS_ENDS
+from llmsuite.plugins.suites.turn_texts import KEEPS_TEXT
 
-_TEMPLATES = {"chatml": "chatml", "llama3": "llama3", "qwen_25": "qwen2.5", "tokenizer_default": "tokenizer"}
+_TEMPLATES = {"chatml": "chatml", "llama3": "llama3", "qwen_25": "qwen2.5", "qwen3": "qwen3",
+              "tokenizer_default": "tokenizer"}  # fmt: skip
 _TOKENS = (
     (r"llama-?3", ("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>")),
     (r"llama-?3[._][123]", ("<|finetune_right_pad_id|>", "<|eom_id|>")),
     (r"qwen-?(2|2\.5|3)-", ("<|endoftext|>", "<|im_start|>", "<|im_end|>")),
     (r"smollm2-", ("<|endoftext|>", "<|im_start|>", "<|im_end|>")),
+    (r"phi-3(\.5)?-(mini|medium)", ("<|endoftext|>",)),
 )
 """Special tokens of tokenizers of published models, by a pattern of the name in lower case: as a pad token, Axolotl
 adds none of them."""
@@ -237,7 +239,7 @@ def _data(run: Run) -> dict[str, Any]:
         run.refuse("datasets", "field_messages", "data.columns is the same for all files")
     if any(other != templates[0] for other in templates):
         run.refuse("datasets", "chat_template", "data.chat_template is the same for all files")
-    found |= _held_out(run, texts != {None} or _writes_nothing_after_answers(run, templates[0]))
+    found |= _held_out(run)
     text = next(iter(texts))
     if text is not None:
         found |= {"text_template": text, "answer_tokens": "apart"}
@@ -249,22 +251,12 @@ def _data(run: Run) -> dict[str, Any]:
     if text is None:
         found |= _template(run, templates[0])
     _check_tokens(run, templates[0], text is not None)
+    _check_embedding(run)
     return found | trainer.loading(run)
 
 
-def _writes_nothing_after_answers(run: Run, template: str) -> bool:
-    """Return True if a chat template is known to write nothing after the end-of-sequence token of an answer, so that
-    rows are as long here as in Axolotl."""
-    return template == "llama3" and end_of_sequence(str(run.given("base_model"))) == "<|eot_id|>"
-
-
-def _held_out(run: Run, counts_all: bool) -> dict[str, Any]:
-    """Return the keys for `val_set_size`: the last rows in the order of a shuffle, of those that are not too long.
-
-    Args:
-        run: the conversion.
-        counts_all: True if the length of a row is that of all its tokens here.
-    """
+def _held_out(run: Run) -> dict[str, Any]:
+    """Return the keys for `val_set_size`: the last rows in the order of a shuffle, of those that are not too long."""
     if not is_on(run.given("val_set_size")):
         return {}
     size = run.number("val_set_size", 0)
@@ -272,10 +264,6 @@ def _held_out(run: Run, counts_all: bool) -> dict[str, Any]:
         run.refuse("val_set_size", size, "leaves no row for training; data.holdout is a share between 0 and 1")
     if is_on(run.given("test_datasets")):
         run.refuse("val_set_size", size, "and test_datasets are both given")
-    if not counts_all:
-        # Axolotl counts text that a template writes after the last answer
-        run.refuse("val_set_size", size, "which rows are dropped before it differs with chat templates; "
-                                         "nearest key: data.holdout")  # fmt: skip
     return {"holdout": int(size) if size > 1 else float(size), "choice": "axolotl"}
 
 
@@ -377,6 +365,21 @@ def _check_tokens(run: Run, template: str, is_text: bool) -> None:
         run.refuse("special_tokens", ", ".join(changed), "tokens are those of the tokenizer")
 
 
+def _check_embedding(run: Run) -> None:
+    """Refuse `resize_token_embeddings_to_32x` where it may add rows to the embedding. It rounds the number of tokens
+    up, and a published embedding of a multiple of 32 rows has at least so many."""
+    key = "resize_token_embeddings_to_32x"
+    if not run.flag(key):
+        return
+    preset = run.family.presets.get(run.preset or "")
+    size = 1 if preset is None else run.family.config_cls(**preset).vocab_size
+    if size % 32:
+        run.refuse(key, True, "may add rows to the embedding, which start with other values; nearest key: "
+                              "model.new_tokens")  # fmt: skip
+    else:
+        run.left_out(key, True, f"the embedding has {size} rows, a multiple of 32")
+
+
 def _template(run: Run, template: str) -> dict[str, Any]:
     """Return `data.chat_template`, and how answers end: a text with what Axolotl supervises, for templates that have
     one. Refuse others whose answers do not end with the end-of-sequence token."""
@@ -388,7 +391,7 @@ def _template(run: Run, template: str) -> dict[str, Any]:
         run.note("data.chat_template: the text of Axolotl's template, which refuses rows that it does not supervise "
                  "alike; the end of an answer is supervised only where it is the end-of-sequence token or one of "
                  "eot_tokens")  # fmt: skip
-        return {"chat_template": text, **KEEPS_ENDS}
+        return {"chat_template": text, **KEEPS_TEXT}
     end = axolotl_templates.end_of(name)
     if end is not None or is_base(model_name):
         why = f"ends answers with {end}, which may not be" if end else "ends answers with another token than"
@@ -396,7 +399,7 @@ def _template(run: Run, template: str) -> dict[str, Any]:
                    f"{model_name}; it is not supervised there")  # fmt: skip
     run.note("data.chat_template: that of the tokenizer; Axolotl supervises no [[ at the begin of an answer and no ]] "
              "at its end")  # fmt: skip
-    return {}
+    return dict(KEEPS_TEXT)
 
 
 def _evaluates(run: Run, train: dict[str, Any]) -> bool:
@@ -471,9 +474,7 @@ def _lora(run: Run, adapter: str, four: bool, eight: bool) -> dict[str, Any]:
     if rank is None or alpha is None:
         raise UserError(f"{run.name}: has an adapter, but no lora_r or no lora_alpha")
     found: dict[str, Any] = {"rank": rank, "alpha": float(alpha)}
-    dropout = run.number("lora_dropout", 0.0)
-    if dropout:
-        found["dropout"] = float(dropout)
+    found |= model.dropout(run, 0.0)
     if run.flag("peft_use_rslora"):
         found["rslora"] = True
     if run.flag("peft_use_dora"):

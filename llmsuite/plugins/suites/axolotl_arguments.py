@@ -67,7 +67,6 @@ REFUSED: Mapping[str, Refusal] = {
     "dp_*": Refusal(_OTHER_RANKS, _is_more_than_one),
     "tokens": Refusal("new rows of the embedding start with other values; nearest key: model.new_tokens"),
     "added_tokens_overrides": Refusal("tokens are those of the tokenizer"),
-    "resize_token_embeddings_to_32x": Refusal("tokens are those of the tokenizer"),
     "tokenizer_config": Refusal("nearest key: model.tokenizer"),
     "processor_type": Refusal("models read text"),
     "image_*": Refusal("models read text"),

@@ -16,6 +16,7 @@ _SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 _TEMPLATES: dict[str, tuple[Form, str | None]] = {
     "chatml": (CHATML, None),
     "qwen2.5": (CHATML, _SYSTEM),
+    "qwen3": (CHATML, None),
     "llama3": (LLAMA_3, None),
 }
 """Templates that have a text: what they write around turns, and their default system turn."""
@@ -29,6 +30,17 @@ _FOUND_ELSEWHERE = (
     "{{- raise_exception('this template writes no answer that begins with a line break') }}"
     "{%- endif %}"
 )
+
+
+_EMPTY_THOUGHT = (
+    "{%- if '</think>' in content %}"
+    "{{- raise_exception('this template writes no thoughts') }}"
+    "{%- elif not loop.last %}"  # whose text depends on the turns after it
+    "{{- raise_exception('this template writes no answer that other turns follow') }}"
+    "{%- endif %}"
+    "{{- '<think>\\n\\n</think>\\n\\n' }}"
+)
+"""Text in front of the content of an answer with qwen3: the last turn alone has a thought, which is empty."""
 
 
 def name_of(template: str, model: str) -> str:
@@ -78,7 +90,7 @@ def text_of(template: str, model: str, ends: list[str]) -> str | None:
         f"{{%- set content = message.content{trim} %}}"
         f"{{{{- '{begin}' + message.role + '{after_role}' }}}}"
         "{%- if message.role == 'assistant' %}"
-        f"{_FOUND_ELSEWHERE}"
+        f"{_FOUND_ELSEWHERE}{_EMPTY_THOUGHT if template == 'qwen3' else ''}"
         f"{{%- generation %}}{{{{- content{inside} }}}}{{%- endgeneration %}}{rest}"
         "{%- else %}"
         f"{{{{- content + '{form.end}' }}}}"

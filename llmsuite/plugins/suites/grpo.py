@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from llmsuite.contract.schema.degrees import launch_section
-from llmsuite.plugins.suites import swift_gkd
 from llmsuite.plugins.suites.conversion.kinds import WORDS, is_on, number
 from llmsuite.plugins.suites.conversion.refuse import Refusal
 from llmsuite.plugins.suites.suite import Run
@@ -29,6 +28,9 @@ class GrpoDefaults:
     loss: str
     rewards: Mapping[str, str]
     """Names of the suite's reward functions -> names of the rewards here that are the same functions."""
+    keeps_groups: bool = False
+    """True if a rollout for several steps is split in the order of its completions, so that whole groups may stay
+    together."""
     corrects_servers: bool = False
     """True if the loss is weighted by the probabilities with which vLLM sampled, unless an argument turns it off."""
 
@@ -39,7 +41,7 @@ def sections(run: Run, recipe: dict[str, Any], has_adapters: bool, defaults: Grp
     size = run.integer("num_generations", 8)
     length = run.integer("max_completion_length", 512)
     temperature = float(run.number("temperature", defaults.temperature))
-    _count_prompts(run, recipe, size)
+    updates = _count_prompts(run, recipe, size, defaults)
     recipe["data"]["drop_last"] = True
     if recipe["data"].pop("num_workers", None):
         run.note("data.num_workers: 0, because batches of a rollout cannot be prepared in advance")
@@ -51,6 +53,8 @@ def sections(run: Run, recipe: dict[str, Any], has_adapters: bool, defaults: Grp
     }
     rewards = _rewards(run, defaults)
     own = _own_section(run, has_adapters, defaults)
+    if updates > 1:
+        own["updates"] = updates
     if set(rewards) == {"trl_accuracy"} and own.get("scale_rewards") == "batch":
         why = "TRL leaves out completions whose solution cannot be parsed, whose reward is 0 here"
         run.refuse("scale_rewards", "batch", why)
@@ -83,28 +87,53 @@ def _cut_sampling(run: Run, defaults: GrpoDefaults) -> dict[str, Any]:
     return found
 
 
-def _count_prompts(run: Run, recipe: dict[str, Any], size: int) -> None:
-    """Set the batch sizes of prompts, of which each has `size` completions."""
+def _count_prompts(run: Run, recipe: dict[str, Any], size: int, defaults: GrpoDefaults) -> int:
+    """Set the batch sizes of prompts, of which each has `size` completions. Return the number of steps of a rollout."""
     train = recipe["train"]
     completions = train["global_batch_size"]
     micro = train["micro_batch_size"]
     per_step = completions // (micro * run.data_ranks)
     steps = run.integer("steps_per_generation", None)
     generated = run.integer("generation_batch_size", None)
+    updates = 1
     if steps not in (None, per_step) or generated not in (None, completions):
-        key = "steps_per_generation" if steps not in (None, per_step) else "generation_batch_size"
-        run.refuse(key, run.given(key), "a rollout is for one step, so that its groups are not split: grpo.updates")
+        is_whole = steps is not None and steps % per_step == 0 and micro * per_step % size == 0
+        if defaults.keeps_groups and is_whole and generated in (None, completions * steps // per_step):
+            updates = steps // per_step
+        else:
+            key = "steps_per_generation" if steps not in (None, per_step) else "generation_batch_size"
+            why = "a rollout is for one step, or for several with whole groups each: grpo.updates"
+            run.refuse(key, run.given(key), why)
     again = run.integer("num_iterations", 1)
     if again != 1:
         run.refuse("num_iterations", again, "each completion is trained on once")
     if size < 1 or completions % size:
         run.refuse("num_generations", size, f"a step has {completions} completions; expected a multiple of it")
-        return
+        return 1
     prompts = completions // size
     if prompts % run.data_ranks:
         _use_fewer_ranks(run, recipe, prompts)
     train["global_batch_size"] = prompts
     train["micro_batch_size"] = math.gcd(max(1, micro // size), prompts // run.data_ranks)
+    if updates > 1:
+        _count_steps(run, recipe, prompts * updates, updates)
+    return updates
+
+
+def _count_steps(run: Run, recipe: dict[str, Any], prompts: int, updates: int) -> None:
+    """Set `train.max_steps` where a rollout of `prompts` is for several steps: a run then ends with a rollout."""
+    train = recipe["train"]
+    rows = recipe["data"].get("sample")
+    if "max_steps" not in train and isinstance(rows, int) and "holdout" not in recipe["data"]:
+        train["max_steps"] = train.pop("num_epochs") * (rows // prompts) * updates
+        if "warmup_ratio" in train:
+            train["warmup_steps"] = math.ceil(train.pop("warmup_ratio") * train["max_steps"])
+        run.note(f"train.max_steps: {train['max_steps']}, {updates} for each {prompts} of {rows} rows")
+    elif "max_steps" not in train or train["max_steps"] % updates:
+        key = "num_train_epochs" if "max_steps" not in train else "max_steps"
+        run.refuse(
+            key, run.given(key), f"may end between the {updates} steps of a rollout; set max_steps to a multiple"
+        )
 
 
 def _use_fewer_ranks(run: Run, recipe: dict[str, Any], prompts: int) -> None:
@@ -220,14 +249,6 @@ def _own_section(run: Run, has_adapters: bool, defaults: GrpoDefaults) -> dict[s
     if beta:
         own |= {"beta": beta, "reference": "adapter_off" if has_adapters else "copy"}
     return own
-
-
-def check_dropout(run: Run, dropout: float) -> float:
-    """Return the dropout of adapters; refuse one with rollouts."""
-    if (run.section == "grpo" or swift_gkd.has_rollouts(run)) and dropout:
-        run.refuse("lora_dropout", dropout, "completions are sampled without dropout; set it to 0 for the same job")
-        return 0.0
-    return dropout
 
 
 def _is_other_than(*values: Any) -> Any:

@@ -302,9 +302,7 @@ def _lora(run: Run) -> dict[str, Any]:
         if "method" in found:
             run.refuse("pissa_init", True, "together with DoRA: lora.init pissa needs lora.method lora")
         run.note("lora.init: pissa with exact singular vectors; pissa_iter approximates them by iteration")
-    dropout = run.number("lora_dropout", 0.0)
-    if dropout:
-        found["dropout"] = float(dropout)
+    found |= model.dropout(run, 0.0)
     if run.flag("use_rslora"):
         found["rslora"] = True
     ratio = run.number("loraplus_lr_ratio", None)

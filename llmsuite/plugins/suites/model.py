@@ -91,6 +91,9 @@ def target_modules(run: Run, key: str, every: tuple[str, ...], default: str | No
     if len(named) != 1 or named[0] not in every:
         if any(set(word) & set("^$()[]|\\") for word in named):
             run.refuse(key, given, "is a regular expression; nearest key: lora.target_modules, which has patterns")
+        elif run.family.name == "gpt":
+            run.refuse(key, given, "names matrices of GPT-2, of which c_attn is one for queries, keys and values with "
+                                   "one adapter there; here its parts have an adapter each")  # fmt: skip
         named = _of_joined(run, key, named)
         return {"target_modules": named} if named else {}
     if run.has_experts:
@@ -133,6 +136,21 @@ def _of_joined(run: Run, key: str, named: list[str]) -> list[str]:
     run.note(f"lora.target_modules: without {', '.join(absent)}, which are parts of one matrix of another name there: "
              "PEFT does not find them")  # fmt: skip
     return left
+
+
+def dropout(run: Run, default: float) -> dict[str, Any]:
+    """Return `lora.dropout`. The trainers for preferences, rewards and distillation are TRL's, or made of them: by
+    default they set `disable_dropout`, which is also for adapters."""
+    rate = run.number("lora_dropout", default)
+    if not rate:
+        return {}
+    if run.section in ("dpo", "kto", "rm", "gkd"):
+        run.left_out("lora_dropout", rate, "the trainer of this stage turns dropout off, also that of adapters")
+        return {}
+    if run.section == "grpo":
+        run.refuse("lora_dropout", rate, "completions are sampled without dropout; set it to 0 for the same job")
+        return {}
+    return {"dropout": float(rate)}
 
 
 def modules_to_save(run: Run, key: str) -> dict[str, Any]:

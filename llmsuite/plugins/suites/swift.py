@@ -1,5 +1,5 @@
-"""Conversion of ms-swift's arguments: `swift sft` and `swift rlhf`, in a shell script or a YAML or JSON file. The
-`megatron` commands are in `swift_megatron`."""
+"""Conversion of ms-swift's arguments: `swift sft`, `swift pt` and `swift rlhf`, in a shell script or a YAML or JSON
+file. The `megatron` commands are in `swift_megatron`."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ _STAGES = {
     "dpo": "dpo", "simpo": "dpo", "cpo": "dpo", "orpo": "dpo", "kto": "kto", "rm": "rm", "grpo": "grpo", "gkd": "gkd",
 }  # fmt: skip
 _GRPO = grpo.GrpoDefaults(
-    beta=0.04, temperature=0.9, loss="grpo", rewards={"accuracy": "swift_accuracy", "format": "swift_format"}
-)
+    beta=0.04, temperature=0.9, loss="grpo", rewards={"accuracy": "swift_accuracy", "format": "swift_format"},
+    keeps_groups=True,
+)  # fmt: skip
 _LOSSES = {
     "dpo": {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo_mean"},
     "simpo": {"simpo": "simpo"},
@@ -46,10 +47,6 @@ _TO_16_BITS = {None: "bf16", "bfloat16": "bf16", "bf16": "bf16", "float16": "fp1
 """Precision by `torch_dtype`; float32 also trains in mixed precision."""
 _MIN_BATCH = 16
 """Minimum number of samples that gradients are accumulated over by default."""
-SEPARATE_TEXTS = (
-    "trains on each text separately; stage pretrain concatenates them. For pretraining: llmsuite recipe new --stage "
-    "pretrain"
-)
 
 
 def read_shell(path: Path) -> dict[str, Any]:
@@ -82,8 +79,6 @@ def _flatten(values: dict[str, Any]) -> dict[str, Any]:
 def _stage(values: Mapping[str, Any], name: str, requested: str | None) -> str:
     command = str(values.get("command") or ("swift rlhf" if "rlhf_type" in values else "swift sft"))
     refused = f"{name}: no recipe is this job of ms-swift"
-    if command == "swift pt":
-        raise UserError(f"{refused}: swift pt {SEPARATE_TEXTS}")
     kind = "sft"
     if command == "swift rlhf":
         kind = str(values.get("rlhf_type") or "dpo")
@@ -148,6 +143,7 @@ def _recipe(run: Run) -> dict[str, Any]:
         _add_positions(run, recipe)
     elif own := own_section(run):
         recipe[run.section] = own
+        average_micro_batches(run, recipe)
     if kind == "lora":
         recipe["lora"] = _lora(run)
     elif not is_full:
@@ -318,12 +314,15 @@ def _accumulate(run: Run, launch: Mapping[str, Any]) -> None:
     in ms-swift have sequences of their own here, in fewer forward passes."""
     total = launch["num_devices"] * launch.get("nnodes", 1)
     sharing = run.integer("sequence_parallel_size", 1)
-    if sharing > 1:
+    if sharing > 1 and run.section == "grpo" and total % sharing == 0:
+        # its trainer accumulates over as many more passes, so that a step has the same completions
+        run.note("launch: sequences are not split over ranks, which needs more memory; a step has the same completions")
+    elif sharing > 1:
         passes = run.given("gradient_accumulation_steps")
         if run.section != "sft" or total % sharing or not isinstance(passes, int) or passes % sharing:
             why = (
-                "sequences are split over these ranks; in sft they are data ranks here, if it divides their number and "
-                "gradient_accumulation_steps"
+                "sequences are split over these ranks; in sft and grpo they are data ranks here, if it divides their "
+                "number and, in sft, gradient_accumulation_steps"
             )
             run.refuse("sequence_parallel_size", sharing, why)
             return
@@ -343,7 +342,10 @@ def has_evaluation(recipe: Mapping[str, Any]) -> bool:
 def evaluate(run: Run, recipe: dict[str, Any]) -> None:
     """Set the evaluation keys, by default those of checkpoints, and the formats of the data that is used."""
     _evaluate(run, recipe)
-    formats = recipe["data"].pop("format", {})
+    formats = recipe["data"].get("format", {})
+    if isinstance(formats, str):
+        return
+    recipe["data"].pop("format", None)
     used = {name: found for name, found in formats.items() if name in _sources(recipe["data"])}
     if used:
         recipe["data"]["format"] = used if len(_sources(recipe["data"])) > 1 else next(iter(used.values()))
@@ -413,8 +415,28 @@ def data(run: Run, hub: str) -> dict[str, Any]:
     # the sampler of prompts does not read train_dataloader_shuffle
     if _is_off(run, "dataset_shuffle") and (run.section == "grpo" or _is_off(run, "train_dataloader_shuffle")):
         found["shuffle"] = False
-    found |= _system(run) | swift_templates.template(run)
+    found |= _plain_texts(run, formats) if has_plain_texts(run) else _system(run) | swift_templates.template(run)
     return found | trainer.loading(run)
+
+
+def has_plain_texts(run: Run) -> bool:
+    """Return True for `swift pt` and `megatron pt`, which train on each text by itself, without a chat template."""
+    return str(run.given("command") or "").endswith(" pt")
+
+
+def _plain_texts(run: Run, formats: Mapping[str, str]) -> dict[str, Any]:
+    """Return the keys for rows of text, each with the end-of-sequence token."""
+    for source, name in formats.items():
+        run.refuse("dataset", source, f"has rows of format {name}, not of text; write their texts into a file")
+    uses = run.take("use_chat_template")
+    if is_on(uses):
+        run.refuse("use_chat_template", uses, "texts have no turns; for conversations use swift sft")
+    for key in ("template", "system"):
+        value = run.take(key)
+        if value is not None:
+            run.left_out(key, value, "texts have no turns")
+    run.note("data.format: text, so rows have a column text; ms-swift also joins the texts of other rows")
+    return {"format": "text"}
 
 
 def _system(run: Run) -> dict[str, Any]:
@@ -590,6 +612,8 @@ def own_section(run: Run) -> dict[str, Any]:
         run.refuse("truncation_strategy", strategy, "longer rows are dropped, or in stage sft truncated at the end")
     scale = run.take("loss_scale")
     usual = "default" if run.section == "sft" else "last_round"
+    if has_plain_texts(run):
+        usual = "all"
     if scale not in (None, usual):
         run.refuse("loss_scale", scale, "all tokens of assistant turns have the same weight")
     is_dft = run.flag("enable_dft_loss")
@@ -626,6 +650,13 @@ def own_section(run: Run) -> dict[str, Any]:
     return own | _sft_term(run, kind)
 
 
+def average_micro_batches(run: Run, recipe: dict[str, Any]) -> None:
+    """Leave micro-batches as the rows come, where the SFT term of DPO is a mean over each of them."""
+    if recipe[run.section].get("sft_mean") == "micro_batches":
+        recipe["data"]["group_by_length"] = False
+        run.note("dpo.sft_mean: micro_batches, so train.micro_batch_size changes the loss, as there")
+
+
 def _sft_term(run: Run, kind: str) -> dict[str, Any]:
     """Return the keys of the loss term on the chosen answers. In ms-swift it is a mean over the tokens of a
     micro-batch: over those of each answer, where a micro-batch has one."""
@@ -636,18 +667,13 @@ def _sft_term(run: Run, kind: str) -> dict[str, Any]:
     if not weight:
         return {}
     micro = run.given("per_device_train_batch_size")
-    if micro not in (None, 1):
-        name = run.written("per_device_train_batch_size")
-        run.refuse(key, kind if kind == "orpo" else weight, f"is a loss on chosen answers, a mean over the tokens of a "
-                   f"micro-batch; with {name} 1 it is dpo.sft_weight with dpo.sft_mean answers")  # fmt: skip
-    return {"sft_mean": "answers", **({} if kind == "orpo" else {"sft_weight": float(weight)})}
+    mean = "answers" if micro in (None, 1) else "micro_batches"
+    return {"sft_mean": mean, **({} if kind == "orpo" else {"sft_weight": float(weight)})}
 
 
 def _lora(run: Run) -> dict[str, Any]:
     found: dict[str, Any] = {"rank": run.integer("lora_rank", 8), "alpha": float(run.number("lora_alpha", 32))}
-    dropout = grpo.check_dropout(run, run.number("lora_dropout", 0.05))
-    if dropout:
-        found["dropout"] = float(dropout)
+    found |= model.dropout(run, 0.05)
     if run.flag("use_rslora"):
         found["rslora"] = True
     if run.flag("use_dora"):

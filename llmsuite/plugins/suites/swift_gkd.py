@@ -60,12 +60,15 @@ def sections(run: Run, recipe: dict[str, Any], hub: str) -> dict[str, Any]:
         **_cut_sampling(run),
         "stop": [_END_OF_TURN],
     }
+    if share < 1:
+        own["row_length"] = data["max_length"]
     data["max_length"] += length + 2  # with the end of a truncated answer
     limit = run.given("vllm_max_model_len")
     if is_on(run.given("use_vllm")) and isinstance(limit, int) and limit < data["max_length"] - 2:
         run.refuse("vllm_max_model_len", limit, "is less than max_length and max_completion_length together")
-    run.note("data.max_length: max_length, max_completion_length and the end of an answer; in steps on the answers in "
-             "the data, ms-swift replaces rows that are longer than max_length alone")  # fmt: skip
+    run.note("data.max_length: max_length, max_completion_length and the end of an answer; rows that are longer than "
+             "max_length alone are dropped and counted: ms-swift replaces them by others in steps on the answers in "
+             "the data, and samples answers to their prompts in the other steps")  # fmt: skip
     run.note("evaluations compute the loss on the answers in the data; ms-swift samples answers in those that it draws")
     return {"rollout": rollout, "gkd": own}
 

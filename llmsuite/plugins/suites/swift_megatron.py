@@ -1,4 +1,4 @@
-"""Conversion of ms-swift's `megatron sft` and `megatron rlhf`, which have Megatron's arguments for training."""
+"""Conversion of ms-swift's `megatron sft`, `pt` and `rlhf`, which have Megatron's arguments for training."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ _GLOBAL_BATCH = 16
 def _stage(values: Mapping[str, Any], name: str, requested: str | None) -> str:
     command = str(values.get("command"))
     refused = f"{name}: no recipe is this job of ms-swift"
-    if command == "megatron pt":
-        raise UserError(f"{refused}: {command} {swift.SEPARATE_TEXTS}")
-    if command == "megatron sft":
+    if command in ("megatron sft", "megatron pt"):
         return requested or "sft"
     kind = str(values.get("rlhf_type") or "dpo")
     if kind not in _STAGES:
@@ -81,6 +79,7 @@ def _recipe(run: Run) -> dict[str, Any]:
         run.refuse("loss_type", "ipo", "sums the log-probabilities of an answer; dpo.loss ipo_mean averages them")
     if own:
         recipe[run.section] = own
+        swift.average_micro_batches(run, recipe)
     recipe["checkpoint"] = trainer.checkpoint(run, swift.has_evaluation(recipe), defaults)
     recipe |= trainer.ends(run)
     return {key: value for key, value in recipe.items() if value != {}}

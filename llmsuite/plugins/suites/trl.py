@@ -12,6 +12,7 @@ from llmsuite.base.errors import UserError
 from llmsuite.plugins.suites import grpo, model, trainer, trl_arguments, trl_data
 from llmsuite.plugins.suites.conversion.kinds import WORDS, is_on
 from llmsuite.plugins.suites.suite import Run, Suite
+from llmsuite.plugins.suites.turn_texts import KEEPS_ENDS
 
 _STAGES = {"sft": "sft", "dpo": "dpo", "kto": "kto", "reward": "rm", "rm": "rm", "grpo": "grpo"}
 _RATES = {"sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "rm": 1e-4, "grpo": 1e-6}
@@ -141,6 +142,9 @@ def _data(run: Run) -> dict[str, Any]:
         run.refuse("max_length", "null", "data.max_length is a number")
         length = _LENGTH
     found: dict[str, Any] = {**trl_data.rows(run), "max_length": length}
+    if run.section != "grpo":
+        # its templates for training mark the line break after an answer too, and its pairs are full texts of a template
+        found |= KEEPS_ENDS
     if run.section == "sft" and run.flag("packing"):
         strategy = run.take("packing_strategy") or "bfd"
         if strategy != "bfd":
@@ -214,9 +218,7 @@ def _lora(run: Run) -> dict[str, Any]:
     rank = run.integer("lora_r", 16)
     alpha = run.number("lora_alpha", 32)
     found: dict[str, Any] = {"rank": rank, "alpha": float(alpha)}
-    dropout = grpo.check_dropout(run, run.number("lora_dropout", 0.05))
-    if dropout:
-        found["dropout"] = float(dropout)
+    found |= model.dropout(run, 0.05)
     if run.flag("use_rslora"):
         found["rslora"] = True
     if run.flag("use_dora"):

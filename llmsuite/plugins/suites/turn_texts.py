@@ -11,6 +11,8 @@ import dataclasses
 
 KEEPS_ENDS = {"end_of_answer": "template"}
 """Key of section `data` that goes with these texts."""
+KEEPS_TEXT = {"end_of_answer": "token_in_text"}
+"""Key of section `data` for a suite that keeps what a template writes after the last answer."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from llmsuite.adapters.parameters import factor_shapes
 from llmsuite.base.errors import UserError
 from llmsuite.contract.schema.rule import Rule, Violation
 from llmsuite.contract.schema.section import changed_keys, value_at
-from llmsuite.contract.schema.stage_keys import HasMean, HasReference
+from llmsuite.contract.schema.stage_keys import HasReference, mean_of_micro_batches
 from llmsuite.models.block_quant import LLM_INT8
 from llmsuite.models.protocols import HasShapes, num_stored_mtp_layers
 from llmsuite.models.targets import expert_modules, has_own_head, linear_modules, matches, quantised_modules
@@ -58,9 +58,15 @@ def _no_thoughts(context: RuleContext) -> Iterator[Violation]:
 
 
 def _no_ends_of_answers(context: RuleContext) -> Iterator[Violation]:
-    if context.recipe.data.end_of_answer != "token" and "answer_ends" not in context.stage.capabilities:
-        message = f"is {context.recipe.data.end_of_answer}; stage {context.recipe.stage} trains on no answers of rows"
-        yield "data.end_of_answer", f"{message}; remove it"
+    end = context.recipe.data.end_of_answer
+    stage = context.recipe.stage
+    if end != "token" and "answer_ends" not in context.stage.capabilities:
+        yield "data.end_of_answer", f"is {end}; stage {stage} trains on no answers of rows; remove it"
+    elif end == "token_in_text" and "thoughts" not in context.stage.capabilities:  # which trains on all of an answer
+        yield (
+            "data.end_of_answer",
+            f"is {end}; stage {stage} has no text after its answers; set it to token or template",
+        )
 
 
 def _prompts_with_thoughts(context: RuleContext) -> Iterator[Violation]:
@@ -84,10 +90,11 @@ def _unused_in_stage(context: RuleContext) -> Iterator[Violation]:
 
 
 def _grouped_means(context: RuleContext) -> Iterator[Violation]:
-    if not isinstance(context.section, HasMean) or context.section.mean != "micro_batches":
+    key = mean_of_micro_batches(context.section)
+    if key is None:
         return
     recipe = context.recipe
-    name = f"{context.stage.section_name}.mean"
+    name = f"{context.stage.section_name}.{key}"
     if recipe.train.micro_batch_tokens is not None:
         message = f"is {recipe.train.micro_batch_tokens}, but {name} averages each micro-batch by itself"
         yield "train.micro_batch_tokens", f"{message}; set it to null, and train.micro_batch_size"
@@ -362,7 +369,8 @@ _UNUSED_KEYS = Rule(
 
 STAGE_RULES = (
     Rule(
-        "`mean` `micro_batches` with `micro_batch_tokens`, or with `group_by_length` and several samples each",
+        "`mean` or `sft_mean` `micro_batches` with `micro_batch_tokens`, or with `group_by_length` and several samples "
+        "each",
         "lengths would decide which samples are averaged together",
         (),
         _grouped_means,
@@ -405,7 +413,8 @@ STAGE_RULES = (
         _no_thoughts,
     ),
     Rule(
-        "`data.end_of_answer` with a stage that does not train on answers of rows",
+        "`data.end_of_answer` with a stage that does not train on answers of rows; token_in_text with one whose rows "
+        "are no conversations",
         "it would have no effect",
         (),
         _no_ends_of_answers,

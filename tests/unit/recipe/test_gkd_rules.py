@@ -34,6 +34,8 @@ def planned(registry: Registry, *words: str, recipe: str = "gkd-on-policy", smok
         ),
         (("--gkd.on_policy=0", "--gkd.answer_end=x"), "gkd.answer_end: has no effect while on_policy is 0"),
         (("--gkd.answer_end=",), "gkd.answer_end: is empty"),
+        (("--gkd.on_policy=0", "--gkd.row_length=9"), "gkd.row_length: has no effect while on_policy is 0"),
+        (("--gkd.truncate=true", "--gkd.row_length=9"), "gkd.row_length: drops conversations that truncate would"),
         (("--gkd.on_policy=0",), "rollout.num_generations: has no effect while gkd.on_policy is 0"),
         (
             ("--gkd.mean=micro_batches", "--train.micro_batch_size=2"),

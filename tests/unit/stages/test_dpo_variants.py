@@ -20,7 +20,7 @@ from llmsuite.stages.dpo import DpoStage
 from llmsuite.stages.pairs import Pair
 from llmsuite.stages.sections import DpoSection
 from tests.support import alone, dpo_case
-from tests.support.dpo_variants import VARIANTS, made
+from tests.support.dpo_variants import BY_MICRO_BATCH, VARIANTS, made
 from tests.support.recorded_steps import Recording, cut
 
 
@@ -84,6 +84,24 @@ def test_the_loss_of_a_full_batch(name: str, tmp_path: Path, monkeypatch: pytest
     assert ("nll/chosen" in whole) == ("orpo" in name or "sft" in name)
 
 
+def test_the_sft_term_may_be_a_mean_over_each_micro_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the formula: means over the tokens of each micro-batch, whose weights are its pairs."""
+    (name,) = BY_MICRO_BATCH
+    stage, pairs = made(name, tmp_path, monkeypatch)
+    answers = [pair.answers[side] for side in (0, 1) for pair in pairs]
+    with paddle.no_grad():
+        logps = answer_logps(dpo_case.model(), stage.collate(pairs)).numpy().astype("float64")
+    chosen, _ = np.split(logps, 2)
+    sizes = np.array([len(answer.ids) for answer in answers])[: len(pairs)]
+    ratios = np.split(logps - stage._reference.logps_of(answers), 2)
+    preferred = np.log1p(np.exp(-0.1 * (ratios[0] - ratios[1]))).mean()
+    for parts in ([6], [2, 2, 2], [4, 2]):
+        borders = np.cumsum(parts)[:-1]
+        means = [-a.sum() / b.sum() for a, b in zip(np.split(chosen, borders), np.split(sizes, borders))]
+        metrics, _ = step(stage, pairs, parts)
+        assert metrics["loss"] == pytest.approx(preferred + 0.3 * np.average(means, weights=parts), rel=2e-6), parts
+
+
 def test_without_a_reference_nothing_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stage, _ = made("orpo", tmp_path, monkeypatch)
     assert not stage._reference.table
@@ -107,6 +125,22 @@ def test_keys_that_do_not_fit_together(keys: dict[str, Any], key: str, message: 
     ((found, problem),) = violations(DpoSection(**keys))
     assert found == key
     assert message in problem
+
+
+def test_micro_batches_that_are_averaged_are_not_grouped_by_length(
+    problems: Callable[..., list[Any]], plan: Callable[..., RunPlan]
+) -> None:
+    keys = {"dpo.sft_weight": 0.1, "dpo.sft_mean": "micro_batches", "train.micro_batch_size": 2}
+    (problem,) = problems(keys)
+    assert problem.key == "data.group_by_length"
+    assert "dpo.sft_mean averages each micro-batch by itself; set it to false" in problem.message
+    assert not plan({**keys, "data.group_by_length": False}).recipe.data.group_by_length
+
+
+def test_answers_have_no_text_after_them(problems: Callable[..., list[Any]]) -> None:
+    (problem,) = problems({"dpo.beta": 0.2, "data.end_of_answer": "token_in_text"})
+    assert problem.key == "data.end_of_answer"
+    assert "stage dpo has no text after its answers" in problem.message
 
 
 def test_a_reference_without_adapter_takes_one(problems: Callable[..., list[Any]]) -> None:

@@ -234,6 +234,15 @@ def test_prompts_leave_room_for_answers() -> None:
     assert "with an empty prompt" in reason
 
 
+def test_rows_may_be_shorter_than_samples_with_sampled_answers() -> None:
+    (sample, *_), _ = sft_case.samples(stage_with(GkdSection(on_policy=0.5), None), *ROWS)
+    length = len(sample.ids)
+    kept, _ = sft_case.samples(stage_with(GkdSection(on_policy=0.5, row_length=length), None), ROWS[0])
+    assert len(kept) == 1
+    _, (reason,) = sft_case.samples(stage_with(GkdSection(on_policy=0.5, row_length=length - 1), None), ROWS[0])
+    assert reason == f"longer than gkd.row_length {length - 1}"
+
+
 def test_an_answer_ends_as_asked_for() -> None:
     stage = stage_with(GkdSection(on_policy=1.0, answer_end="<|im_end|>\n"), None)
     end, *rest = stage.context.tokenizer.encode("<|im_end|>\n")

@@ -160,6 +160,30 @@ def test_each_template_supervises_the_end_of_turns(template: str, supervised: li
     assert parts(made, sample)[1::2] == supervised
 
 
+def test_text_after_the_last_answer_may_stay() -> None:
+    """Without weight, as in Axolotl; it counts for the length of a row."""
+    made = make_stage(template="chatml", end_of_answer="token_in_text")
+    row = talk("Hi?", "Hello.", "And?", "Bye.")
+    ((sample,), _) = samples(made, row)
+    assert parts(made, sample)[1:] == [
+        "Hello.<|im_end|>", "\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n", "Bye.<|im_end|>", "\n",
+    ]  # fmt: skip
+    question = Conversation((*row.messages, Message("user", "Why?")), (*row.supervised, False))
+    ((asked,), _) = samples(made, question)
+    assert parts(made, asked)[-1] == "\n<|im_start|>user\nWhy?<|im_end|>\n"
+    short = make_stage(template="chatml", end_of_answer="token_in_text", max_length=len(sample.ids) - 1)
+    found, dropped = samples(short, row)
+    assert not found
+    assert list(dropped) == [f"longer than data.max_length {len(sample.ids) - 1} (sft.truncate is false)"]
+
+
+def test_an_answer_that_ends_with_another_token_is_dropped_where_text_stays() -> None:
+    """Axolotl would not supervise its end."""
+    found, dropped = samples(make_stage(template="llama3", end_of_answer="token_in_text"), talk("Hi?", "Hello."))
+    assert not found
+    assert list(dropped) == ["with an answer that the chat template does not end with the end-of-sequence token"]
+
+
 def test_a_template_with_marks_decides_how_an_answer_ends() -> None:
     """Tokens are those of the template, also where it does not write the end-of-sequence token."""
     marks = (

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 
-_TOKENS = (
+_TOKENS: tuple[tuple[str, str | None], ...] = (
+    (r"cogito", None),  # answers, as their names do not say
+    (r"plano-orchestrator", "<|im_end|>"),
     (r"qwen-?(1\.5|2|2\.5)-[^/]*(instruct|chat)|qwen-?3-(?![^/]*base)", "<|im_end|>"),
     (r"qwen-?(1\.5|2|2\.5|3)-", "<|endoftext|>"),
     (r"llama-?3[^/]*instruct", "<|eot_id|>"),

@@ -26,7 +26,7 @@ def test_adapters_by_its_defaults(converted: Converted) -> None:
         "model": {"family": "llama", "weights": "NousResearch/Meta-Llama-3-8B-Instruct", "preset": "llama-3-8b"},
         "data": {
             "train": "hf:org/rows?split=train", "columns": {"messages": "messages"}, "max_length": 512,
-            "chat_template": text_of("llama3", BARE["base_model"], []), "end_of_answer": "template",
+            "chat_template": text_of("llama3", BARE["base_model"], []), "end_of_answer": "token_in_text",
             "ignore_columns": ["*"],
         },
         "engine": {"precision": "bf16"}, "launch": {"num_devices": 1},
@@ -141,9 +141,26 @@ def test_ends_of_answers_that_are_not_supervised(model: str, template: str | Non
 
 
 def test_conversations_that_are_held_out(converted: Converted) -> None:
-    """Where a template writes nothing after an answer, rows are as long here as there."""
-    data = converted(ACTION, {**BARE, "chat_template": "llama3", "val_set_size": 0.05}).recipe["data"]
-    assert (data["holdout"], data["choice"]) == (0.05, "axolotl")
+    """Rows are as long here as there, because what a template writes after the last answer stays."""
+    of_model = {"base_model": "Qwen/Qwen2.5-7B-Instruct", "special_tokens": None}
+    of_others = {"base_model": "ByteDance-Seed/Seed-OSS-36B-Instruct", "special_tokens": None}
+    for values in ({"chat_template": "llama3"}, of_model, of_others):
+        data = converted(ACTION, {**BARE, **values, "val_set_size": 0.05}).recipe["data"]
+        assert (data["holdout"], data["choice"], data["end_of_answer"]) == (0.05, "axolotl", "token_in_text")
+
+
+def test_an_embedding_that_has_enough_rows(converted: Converted) -> None:
+    key = "resize_token_embeddings_to_32x"
+    found = converted(ACTION, {**BARE, key: True})
+    assert (key, True, "the embedding has 128256 rows, a multiple of 32") in found.left_out
+    with pytest.raises(UserError, match=f"{key} = True: may add rows to the embedding"):
+        converted(ACTION, {**BARE, "base_model": "org/llama-x", "chat_template": "llama3", key: True})
+
+
+def test_matrices_of_gpt_2_have_joined_adapters(converted: Converted) -> None:
+    values = {**BARE, **TEXTS, "base_model": "cerebras/Cerebras-GPT-1.3B", "lora_target_linear": None}
+    with pytest.raises(UserError, match=r"lora_target_modules = .*c_attn is one for queries, keys and values"):
+        converted(ACTION, {**values, "lora_target_modules": ["c_attn", "c_proj"]})
 
 
 def test_answers_that_axolotl_finds_elsewhere_are_refused(converted: Converted) -> None:
@@ -348,7 +365,6 @@ def test_paged_adamw_without_decay_is_adamw(converted: Converted) -> None:
         ({**BARE, "datasets": None}, "has no datasets"),
         ({**BARE, "test_datasets": [ROWS, ROWS]}, "sets of data.eval have"),
         ({**BARE, "loss_watchdog_threshold": 5}, "looks at the mean loss of the recorded steps"),
-        ({**BARE, "val_set_size": 0.05}, r"val_set_size = 0\.05: which rows are dropped before it differs"),
         ({**BARE, **TEXTS, "val_set_size": 1}, "val_set_size = 1: leaves no row for training"),
         ({**BARE, **TEXTS, "val_set_size": 0.1, "test_datasets": [ROWS]}, "and test_datasets are both given"),
         ({**BARE, **PACKED, "datasets": [ROWS, {**ROWS, "path": "b"}]}, "packs rows of several data sets together"),

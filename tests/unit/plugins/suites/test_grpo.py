@@ -77,6 +77,30 @@ def test_losses_become_keys_of_grpo(converted: Converted) -> None:
     assert summed["functions"] == {"swift_accuracy": 1.5, "swift_format": 2.0}
 
 
+def test_a_rollout_for_several_steps(converted: Converted) -> None:
+    """ms-swift trains on its completions in their order, so each step has whole groups."""
+    values = {**SWIFT, "steps_per_generation": 4, "dataset": "org/rows#100", "warmup_ratio": 0.1}
+    recipe = converted("from-swift", {**values, "generation_batch_size": 32}).recipe
+    assert recipe["grpo"]["updates"] == 2
+    assert recipe["train"]["global_batch_size"] == 2
+    assert "num_epochs" not in recipe["train"]
+    assert recipe["train"]["max_steps"] == 3 * (100 // 4) * 2
+    assert recipe["train"]["warmup_steps"] == 15
+    steps = converted("from-swift", {**SWIFT, "steps_per_generation": 4, "max_steps": 6}).recipe
+    assert (steps["grpo"]["updates"], steps["train"]["max_steps"]) == (2, 6)
+    with pytest.raises(UserError, match="steps_per_generation = 4: a rollout is for one step"):
+        converted("from-trl", {**TRL, "steps_per_generation": 4}, stage="grpo")
+
+
+def test_ranks_that_share_sequences_change_no_step(converted: Converted) -> None:
+    """ms-swift accumulates over as many more passes."""
+    values = {**SWIFT, "NPROC_PER_NODE": 4, "num_generations": 4}
+    alone = converted("from-swift", values).recipe
+    assert converted("from-swift", {**values, "sequence_parallel_size": 2}).recipe == alone
+    with pytest.raises(UserError, match="sequence_parallel_size = 3"):
+        converted("from-swift", {**values, "sequence_parallel_size": 3})
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -84,7 +108,10 @@ def test_losses_become_keys_of_grpo(converted: Converted) -> None:
         ({"reward_funcs": None}, "reward_funcs = not given"),
         ({"reward_weights": "1"}, "has 1 numbers for 2 rewards"),
         ({"num_generations": 5}, "num_generations = 5: a step has 16 completions"),
-        ({"steps_per_generation": 4}, "steps_per_generation = 4: a rollout is for one step"),
+        ({"steps_per_generation": 3}, "steps_per_generation = 3: a rollout is for one step"),
+        ({"steps_per_generation": 4, "num_generations": 32}, "steps_per_generation = 4: a rollout is for one step"),
+        ({"steps_per_generation": 4}, "num_train_epochs = None: may end between the 2 steps of a rollout"),
+        ({"steps_per_generation": 4, "max_steps": 5}, "max_steps = 5: may end between the 2 steps of a rollout"),
         ({"generation_batch_size": 64}, "generation_batch_size = 64: a rollout is for one step"),
         ({"steps_per_generation": 2, "generation_batch_size": 64}, "generation_batch_size = 64: a rollout is for"),
         ({"delta": 1.2}, "delta = 1.2: has to be above 1 + epsilon_high"),

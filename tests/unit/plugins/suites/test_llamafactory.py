@@ -86,6 +86,14 @@ def test_dpo_becomes_a_recipe(converted: Converted) -> None:
     assert (kto["stage"], kto["kto"]) == ("kto", {"beta": 0.1, "desirable_weight": 1.5})
 
 
+def test_trainers_of_preferences_turn_dropout_off(converted: Converted) -> None:
+    """Those of LLaMA-Factory do so by default, also for adapters."""
+    assert converted(ACTION, {**SFT, "lora_dropout": 0.1}).recipe["lora"]["dropout"] == 0.1
+    for stage in ("dpo", "kto"):
+        found = converted(ACTION, {**SFT, "stage": stage, "lora_dropout": 0.1})
+        assert "dropout" not in found.recipe["lora"]
+
+
 def test_adapters_become_the_section_lora(converted: Converted) -> None:
     def lora(**values: Any) -> Any:
         return converted(ACTION, {**SFT, **values}).recipe["lora"]

@@ -154,6 +154,8 @@ CASES = [
     _axolotl("qwen_25", "Qwen/Qwen2.5-7B", ENDOFTEXT, Axolotl(CHATML, None, QWEN)),
     _axolotl("llama3", LLAMA_INSTRUCT, EOT, Axolotl(LLAMA_3, EOT, trims=True)),
     _axolotl("llama3", "NousResearch/Meta-Llama-3-8B", END_OF_TEXT, Axolotl(LLAMA_3, None, trims=True)),
+    _axolotl("qwen3", "Qwen/Qwen3-8B", IM_END, Axolotl(CHATML, IM_END, has_thoughts=True)),
+    _axolotl("qwen3", "Qwen/Qwen3-8B-Base", ENDOFTEXT, Axolotl(CHATML, None, has_thoughts=True)),
     _axolotl(None, "Qwen/Qwen2.5-7B-Instruct", IM_END, Axolotl(CHATML, IM_END, QWEN)),
     _axolotl("tokenizer_default", LLAMA_INSTRUCT, EOT, Axolotl(LLAMA_3, EOT, trims=True)),
 ]
@@ -257,7 +259,11 @@ def test_tokens_and_supervision_are_those_of_the_suite(case: Case, registry: Reg
         last_only = last_only or case.values.get("loss_scale") == "last_round"
         for title, turns in {**PLAIN, **OTHERS}.items():
             found = _tokens(made, name, _row(name, turns, recipe["data"].get("system")))
-            expected = _counted(case.rule.tokens(turns, encoder, last_only))
-            assert found is not None or title in OTHERS, (name, title)
-            if found is not None:
-                assert _counted(found) == expected, (name, title)
+            expected = case.rule.tokens(turns, encoder, last_only)
+            has_one_answer = [role for role, _ in turns].count("assistant") == 1
+            is_written = has_one_answer or not (isinstance(case.rule, Axolotl) and case.rule.has_thoughts)
+            assert found is not None or title in OTHERS or not is_written, (name, title)
+            if found is not None and recipe["data"]["end_of_answer"] == "token_in_text":
+                assert found == expected, (name, title)
+            elif found is not None:
+                assert _counted(found) == _counted(expected), (name, title)

@@ -41,6 +41,8 @@ and kind.' \\
     --learning_rate 1e-4 > log.txt 2>&1
 """
 
+PLAIN = {**BARE, "command": "swift pt", "tuner_type": "full", "deepspeed": "zero2"}
+
 
 def test_sft_by_its_defaults(converted: Converted) -> None:
     """Adapters of rank 8, alpha 32 and dropout 0.05 on all matrices, steps of at least 16 samples, 0.1 of decay."""
@@ -110,6 +112,17 @@ def test_rows_longer_than_the_positions_of_the_model(converted: Converted) -> No
     found = converted(ACTION, {**BARE, "max_length": 65536}).recipe
     assert (found["data"]["max_length"], found["model"]["config"]) == (65536, {"max_position_embeddings": 65536})
     assert "config" not in converted(ACTION, {**BARE, "max_length": 32768}).recipe["model"]
+
+
+def test_texts_without_a_chat_template(converted: Converted) -> None:
+    """`swift pt`: each text by itself, all of it supervised, with the end-of-sequence token."""
+    found = converted(ACTION, {**PLAIN, "loss_scale": "all", "system": "Be brief.", "packing": True})
+    assert found.recipe["stage"] == "sft"
+    assert found.recipe["data"] == {
+        "train": "rows.jsonl", "max_length": 2048, "packing": "best_fit", "format": "text", "ignore_columns": ["*"],
+    }  # fmt: skip
+    assert ("system", "Be brief.", "texts have no turns") in found.left_out
+    assert converted(ACTION, {**BARE, "command": "swift pt"}).recipe["stage"] == "lora"
 
 
 def test_names_are_filled_in(converted: Converted) -> None:
@@ -219,11 +232,23 @@ def test_dynamic_fine_tuning(converted: Converted) -> None:
             {"beta": 0.1, "loss": "cpo", "label_smoothing": 0.1, "sft_weight": 0.5, "sft_mean": "answers"},
         ),
         ({"rlhf_type": "orpo"}, {"beta": 0.1, "loss": "orpo", "sft_mean": "answers"}),
+        (
+            {"rpo_alpha": 0.1, "per_device_train_batch_size": 4},
+            {"beta": 0.1, "loss": "sigmoid", "sft_weight": 0.1, "sft_mean": "micro_batches"},
+        ),
     ],
 )
 def test_losses_on_chosen_answers(values: dict[str, Any], section: dict[str, Any], converted: Converted) -> None:
-    """Means over micro-batches of one pair, which are means over answers."""
-    assert converted(ACTION, {**RLHF, **values}).recipe["dpo"] == section
+    """Means over micro-batches; those of one pair are means over answers."""
+    recipe = converted(ACTION, {**RLHF, **values}).recipe
+    assert recipe["dpo"] == section
+    assert recipe["data"].get("group_by_length", True) == (section.get("sft_mean") != "micro_batches")
+
+
+def test_trainers_of_preferences_turn_dropout_off(converted: Converted) -> None:
+    """Those of TRL, of which ms-swift's are made, do so by default, also for adapters."""
+    for kind in ("dpo", "simpo", "cpo", "orpo", "kto", "rm"):
+        assert "dropout" not in converted(ACTION, {**RLHF, "rlhf_type": kind}).recipe["lora"]
 
 
 def test_evaluation_follows_the_arguments(converted: Converted) -> None:
@@ -367,18 +392,15 @@ def test_adapters_and_losses(converted: Converted) -> None:
         ({**BARE, "task_type": "embedding"}, "task_type = embedding"),
         ({**BARE, "torch_dtype": "float8"}, "torch_dtype = float8"),
         ({**BARE, "learning_rat": 1}, "learning_rat = 1: is not known; did you mean learning_rate"),
-        (
-            {**RLHF, "rpo_alpha": 0.1, "per_device_train_batch_size": 2},
-            r"rpo_alpha = 0\.1: is a loss on chosen answers",
-        ),
-        ({**RLHF, "rlhf_type": "simpo", "per_device_train_batch_size": 2}, r"cpo_alpha = 1\.0: is a loss on chosen"),
-        ({**RLHF, "rlhf_type": "orpo", "per_device_train_batch_size": 2}, "rlhf_type = orpo: is a loss on chosen"),
         ({**RLHF, "rlhf_type": "cpo", "loss_type": "ipo"}, "loss_type = ipo: of ms-swift's losses, dpo.loss has sig"),
         ({**RLHF, "loss_type": ["sigmoid", "sft"]}, "loss_type = sigmoid,sft"),
         ({**RLHF, "packing": True}, "a pack of pairs is two rows here"),
         ({**RLHF, "truncation_strategy": "right"}, "truncation_strategy = right"),
         ({**RLHF, "rlhf_type": "ppo"}, "llmsuite recipe new --stage ppo"),
-        ({**BARE, "command": "swift pt"}, "swift pt trains on each text separately"),
+        ({**PLAIN, "use_chat_template": True}, "use_chat_template = True: texts have no turns"),
+        ({**PLAIN, "loss_scale": "default"}, "loss_scale = default"),
+        ({**PLAIN, "truncation_strategy": "split"}, "truncation_strategy = split"),
+        ({**PLAIN, "dataset": "AI-ModelScope/alpaca-gpt4-data-zh"}, "has rows of format swift_alpaca"),
     ],
 )
 def test_what_has_no_counterpart_is_refused(values: dict[str, Any], message: str, converted: Converted) -> None:

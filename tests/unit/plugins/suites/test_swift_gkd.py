@@ -30,9 +30,11 @@ SAMPLED = {
     "mean": "micro_batches",
     "on_policy": 0.5,
     "answer_end": "<|im_end|>\n",
+    "row_length": 2048,
 }
 """Section of a file with the defaults of ms-swift."""
-OFFLINE = {key: value for key, value in SAMPLED.items() if key not in ("on_policy", "answer_end")}
+ALWAYS = {key: value for key, value in SAMPLED.items() if key != "row_length"}
+OFFLINE = {key: value for key, value in ALWAYS.items() if key not in ("on_policy", "answer_end")}
 
 
 def test_a_file_with_its_defaults_samples_half_of_the_steps(converted: Converted) -> None:
@@ -56,7 +58,7 @@ def test_a_file_with_its_defaults_samples_half_of_the_steps(converted: Converted
     [
         ({"lmbda": 0}, OFFLINE),
         ({"lmbda": 0, "sft_alpha": 0.1, "beta": 1}, {**OFFLINE, "sft_weight": 0.1, "beta": 1.0}),
-        ({"lmbda": 1.0, "temperature": 1.0}, {**SAMPLED, "on_policy": 1.0, "temperature": 1.0, "truncate": True}),
+        ({"lmbda": 1.0, "temperature": 1.0}, {**ALWAYS, "on_policy": 1.0, "temperature": 1.0, "truncate": True}),
         (
             {"lmbda": 0, "loss_scale": "default"},
             {key: value for key, value in OFFLINE.items() if key != "last_turn"},
@@ -76,9 +78,12 @@ def test_one_row_in_a_micro_batch_may_be_grouped_by_length(converted: Converted)
     assert found.recipe["gkd"]["mean"] == "micro_batches"
 
 
-def test_adapters_have_their_dropout_where_nothing_is_sampled(converted: Converted) -> None:
-    found = converted(ACTION, {**GKD, "tuner_type": "lora", "lmbda": 0})
-    assert found.recipe["lora"]["dropout"] == 0.05
+def test_adapters_have_no_dropout(converted: Converted) -> None:
+    """Trainers that are made of TRL's turn it off, by `disable_dropout`."""
+    for values in ({"lmbda": 0}, {"lmbda": 0.5}, {"lora_dropout": 0.1}):
+        found = converted(ACTION, {**GKD, "tuner_type": "lora", **values})
+        assert "dropout" not in found.recipe["lora"]
+    assert ("lora_dropout", 0.1, "the trainer of this stage turns dropout off, also that of adapters") in found.left_out
 
 
 def test_the_model_has_positions_for_its_answers(converted: Converted) -> None:
@@ -102,7 +107,6 @@ def test_the_model_has_positions_for_its_answers(converted: Converted) -> None:
         ({"external_plugins": "plugin.py"}, "external_plugins = plugin.py"),
         ({"loss_scale": "default"}, "loss_scale = default: supervises all answers of a conversation"),
         ({"model": "Qwen/Qwen3-8B-Base"}, "lmbda = 0.5: samples answers, whose last tokens depend on the template"),
-        ({"tuner_type": "lora"}, "lora_dropout = 0.05"),
         ({"use_vllm": True, "vllm_max_model_len": 2048}, "vllm_max_model_len = 2048"),
     ],
 )

@@ -113,11 +113,9 @@ def test_preference_losses_become_a_stage_and_its_section(converted: Converted) 
         ({**MEGATRON, "mcore_model": "there"}, "mcore_model = there"),
         ({**MEGATRON, "finetune": False}, "finetune = False: continues a run"),
         ({**MEGATRON, "per_device_train_batch_size": 2}, "per_device_train_batch_size = 2: is not known"),
-        ({**MEGATRON_DPO, "rpo_alpha": 0.1, "micro_batch_size": 2}, "rpo_alpha = 0.1"),
         ({**MEGATRON_DPO, "loss_type": "ipo"}, "loss_type = ipo: sums the log-probabilities"),
         ({**MEGATRON_DPO, "rlhf_type": "rm"}, "rlhf_type rm has a head whose initial values"),
         ({**MEGATRON_DPO, "rlhf_type": "gkd"}, "rlhf_type gkd is only converted from swift rlhf"),
-        ({**MEGATRON, "command": "megatron pt"}, "megatron pt trains on each text separately"),
     ],
 )
 def test_other_jobs_are_refused(values: dict[str, Any], message: str, converted: Converted) -> None:

@@ -20,7 +20,10 @@ def test_sft_by_its_defaults(converted: Converted) -> None:
     assert found.recipe == {
         "stage": "sft", "source": "TRL x.yaml",
         "model": {"family": "qwen", "weights": "Qwen/Qwen2.5-0.5B", "preset": "qwen2.5-0.5b"},
-        "data": {"train": "hf:org/rows?split=train", "max_length": 1024, "ignore_columns": ["*"]},
+        "data": {
+            "train": "hf:org/rows?split=train", "max_length": 1024, "end_of_answer": "template",
+            "ignore_columns": ["*"],
+        },
         "engine": {"precision": "bf16", "recompute": "full"}, "launch": {"num_devices": 1},
         "train": {
             "num_epochs": 3, "global_batch_size": 8, "micro_batch_size": 8, "learning_rate": 2e-5,
@@ -29,6 +32,21 @@ def test_sft_by_its_defaults(converted: Converted) -> None:
         "sft": {"truncate": True}, "checkpoint": {"save_steps": 500},
         "device": "gpu", "seed": 42, "output_dir": "runs/x",
     }  # fmt: skip
+
+
+def test_answers_end_as_the_template_ends_them(converted: Converted) -> None:
+    """With the line break after `<|im_end|>`, which its templates for training mark too. Prompts have no answers."""
+    for stage in ("dpo", "kto", "rm"):
+        assert converted(ACTION, BARE, stage=stage).recipe["data"]["end_of_answer"] == "template"
+    prompts = converted(ACTION, {**BARE, "reward_funcs": ["accuracy_reward"]}, stage="grpo").recipe["data"]
+    assert "end_of_answer" not in prompts
+
+
+def test_trainers_of_preferences_turn_dropout_off(converted: Converted) -> None:
+    """`disable_dropout` is true by default, and is for adapters too."""
+    for stage in ("dpo", "kto"):
+        found = converted(ACTION, {**BARE, "use_peft": True, "lora_dropout": 0.1}, stage=stage)
+        assert "dropout" not in found.recipe["lora"]
 
 
 def test_the_name_of_the_file_determines_the_command(converted: Converted) -> None:
