@@ -352,7 +352,7 @@ class PartlyRotatedConfig(DenseConfig):
         return int(self.head_size * self.partial_rotary_factor)
 
     def grouped_query(self, **choices: Any) -> GroupedQuery:
-        """As that of `DenseConfig`, with the part that is rotated."""
+        """The attention of the config's sizes and rotated part, with the fields in `choices`."""
         rotary_size = None
         if self.rotary_size != self.head_size:
             rotary_size = self.rotary_size
