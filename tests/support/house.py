@@ -12,6 +12,9 @@ from tests.support.paths import ROOT
 Trees = Mapping[str, ast.Module]
 """Modules by their dotted names."""
 
+LIGHT = ("base", "cli", "contract", "data", "launch", "planning", "recipe")
+"""Rooms that commands use before, or without, Paddle, which takes two seconds to import."""
+
 
 def parse(package: Path) -> Trees:
     """Every module below a package."""

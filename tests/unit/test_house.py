@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.house import Trees, house, importers, imports, parse
+from tests.support.house import LIGHT, Trees, house, importers, imports, parse
 from tests.support.paths import ROOT
 
 LAYERS = (
@@ -340,10 +340,6 @@ def test_what_breaks_a_rule_is_found(crooked: Trees) -> None:
     assert run_plans(crooked) == {"llmsuite.engine.loop": 2}
     assert patches(crooked) == [f"llmsuite.models.layers:{line}" for line in (6, 7, 9, 9, 10, 12, 13)]
     assert too_long(crooked) == ["llmsuite.engine.step.train_step: 61 lines"]
-
-
-LIGHT = ("base", "cli", "contract", "data", "launch", "planning", "recipe")
-"""Rooms that commands use before, or without, Paddle, which takes two seconds to import."""
 
 
 def test_what_says_so_imports_no_paddle() -> None:
