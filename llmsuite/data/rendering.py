@@ -9,6 +9,7 @@ A program has one such process, which starts with the first template and ends wi
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -88,22 +89,23 @@ def serve(pipe: int) -> None:
     connection = Connection(pipe)
     templates = dict[str, Any]()
     limit_memory(MEMORY)
-    while True:
-        try:
+    with contextlib.suppress(EOFError, ConnectionError):  # the parent has closed the pipe, or was ended meanwhile
+        while True:
             request = connection.recv_bytes()
-        except (EOFError, ConnectionError):
-            return
-        limit_seconds(SECONDS)
-        job = json.loads(request)
-        for variables in job["variables"]:
             limit_seconds(SECONDS)
-            try:
-                reply = _render_reply(job, variables, templates)
-            except MemoryError:
-                reply = _REASON + f"takes more than {MEMORY >> 30} GiB of memory".encode()
-            except Exception as error:  # a template is an untrusted program: it can fail in any way
-                reply = _REASON + str(error)[:_MAX_REASON_CHARS].encode("utf-8", "replace")
-            connection.send_bytes(reply)
+            job = json.loads(request)
+            for variables in job["variables"]:
+                connection.send_bytes(_limited_reply(job, variables, templates))
+
+
+def _limited_reply(job: Mapping[str, Any], variables: Mapping[str, Any] | None, templates: dict[str, Any]) -> bytes:
+    limit_seconds(SECONDS)
+    try:
+        return _render_reply(job, variables, templates)
+    except MemoryError:
+        return _REASON + f"takes more than {MEMORY >> 30} GiB of memory".encode()
+    except Exception as error:  # a template is an untrusted program: it can fail in any way
+        return _REASON + str(error)[:_MAX_REASON_CHARS].encode("utf-8", "replace")
 
 
 def _render_reply(job: Mapping[str, Any], variables: Mapping[str, Any] | None, templates: dict[str, Any]) -> bytes:

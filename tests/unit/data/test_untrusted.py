@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -54,6 +55,21 @@ def test_a_template_has_a_time_limit(source: str) -> None:
     with pytest.raises(UserError, match=r"chat template of it.* takes more than 2 s of the processor"):
         ChatTemplate(source, {}, "it").render(ASK)
     assert ChatTemplate("{{ messages | length }}", {}, "it").render(ASK) == "1"
+
+
+def test_a_process_that_renders_ends_silently_with_its_parent() -> None:
+    here, there = multiprocessing.Pipe()
+    program = f"from llmsuite.data.rendering import serve; serve({there.fileno()})"
+    words = [sys.executable, "-c", program]
+    with subprocess.Popen(words, cwd=ROOT, pass_fds=[there.fileno()], stderr=subprocess.PIPE, text=True) as process:
+        there.close()
+        long = [{"messages": [{"content": "x" * 10**6}]}] * 9  # more than a pipe holds
+        job = {"key": "it", "source": "{{ messages[0].content }}", "variables": long}
+        here.send_bytes(json.dumps(job).encode())
+        assert here.poll(60)
+        here.close()
+        assert process.communicate(timeout=60) == (None, "")
+    assert process.returncode == 0
 
 
 def test_a_text_has_a_size_limit() -> None:
