@@ -60,6 +60,7 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.observe.events import read_events
     from llmsuite.recipe.elastic import check_min_nodes
     from llmsuite.recipe.fetch import fetch_names
+    from llmsuite.recipe.notes import run_notes
 
     check_min_nodes(plan.loaded, args.recipe, args.overrides, registry, args.smoke)
     machine, master = _machine(plan.loaded, is_smoke=plan.smoke_of is not None)
@@ -92,13 +93,16 @@ def run(args: Any, registry: Registry) -> int:
 
     if reason := backend.unavailable(local_ranks):
         raise RecipeError([plan.loaded.problem("device", f"{backend.name}: {reason}")])
-    _announce(args, plan, registry)
+    smoke = ""
+    if args.smoke:
+        smoke = _smoke_words(plan.loaded, plan.model, plan.data, plan.parallel, plan.train)
+    _announce(plan.recipe, smoke, run_notes(plan.data, plan.train, plan.parallel.device.name), registry)
     plan = fetch_names(plan.loaded, registry, _print_line, args.resume)  # once, before ranks wait for each other
     plan.fetched(_print_line)
     with tolerant_output():
         if not starts_ranks:
             code = run_rank(plan, registry, args.resume)
-            _print_next(plan, code)
+            _print_next(plan.output_dir, plan.train.stage, code)
             return code
         machines = Machines(machine, where.nnodes, master, _shared_part(plan.recipe), membership)
         if backend.forks:
@@ -112,31 +116,36 @@ def run(args: Any, registry: Registry) -> int:
         if end.killed and machine == 0:
             print(f"{end.why}; to continue, add --resume to the same command", flush=True)
         elif machine == 0:
-            _print_next(plan, code)
+            _print_next(plan.output_dir, plan.train.stage, code)
         return code
 
 
-def _announce(args: Any, plan: RunPlan, registry: Registry) -> None:
-    """Print broken plugins, what a smoke run changes, code that the run executes, and warnings."""
+def _announce(recipe: Recipe, smoke: str, warnings: Sequence[str], registry: Registry) -> None:
+    """Print what should be known before a run begins.
+
+    Args:
+        recipe: of the run; the code that it executes is printed.
+        smoke: what a smoke run changes; empty for another run.
+        warnings: to print.
+        registry: plugins that do not work are printed.
+    """
     from llmsuite.recipe.code import code_files
-    from llmsuite.recipe.notes import run_notes
 
     for info in registry.plugins:
         if info.error:
             print(f"plugin {info.name} does not work; see: llmsuite plugins list", file=sys.stderr)
-    if args.smoke:
-        words = _smoke_words(plan.loaded, plan.model, plan.data, plan.parallel, plan.train)
-        print(f"smoke run of {args.recipe}: {words}", flush=True)
-    for key, path in code_files(plan.recipe):
+    if smoke:
+        print(smoke, flush=True)
+    for key, path in code_files(recipe):
         print(f"{key}: runs the code in {path}", flush=True)
-    for note in run_notes(plan.data, plan.train, plan.parallel.device.name):
-        print(f"warning: {note}", file=sys.stderr)
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
 
 
 def _smoke_words(
     loaded: LoadedRecipe, model: ModelPlan, data: DataPlan, parallel: ParallelPlan, train: TrainPlan
 ) -> str:
-    """Words for the model, the data and the mesh that a smoke run has in place of those of its recipe."""
+    """A line with the model, the data and the mesh that a smoke run has in place of those of its recipe."""
     from llmsuite.recipe.smoke import overrides_data, overrides_reward
 
     reduced = f", instead of {loaded.smoke_of}" if loaded.smoke_of != parallel.degrees else ""
@@ -144,7 +153,7 @@ def _smoke_words(
     rows = str(data.train_file) if overrides_data(loaded, train.stage) else "embedded data"
     if "reward" in train.stage.smoke and not overrides_reward(loaded):
         rows += f", reward {', '.join(train.stage.smoke['reward']['functions'])} instead of the recipe's"
-    return f"tiny {model.family.name}, {rows}, {mesh}"
+    return f"smoke run of {loaded.name}: tiny {model.family.name}, {rows}, {mesh}"
 
 
 def _machine(loaded: LoadedRecipe, is_smoke: bool) -> tuple[int, str]:
@@ -369,24 +378,25 @@ def run_rank(plan: RunPlan, registry: Registry, resume: bool) -> int:
     return run_stage(plan, registry, resume)
 
 
-def _print_next(plan: RunPlan, code: int) -> None:
-    """Print what to do next with a training run that has ended, or that the user has stopped."""
+def _print_next(run: Path, stage: StageSpec | JobSpec, code: int) -> None:
+    """Print what to do next with a training run that has ended, or that the user has stopped; `run` is its directory,
+    `code` its exit code."""
     from llmsuite.checkpoint.directory import list_steps
     from llmsuite.data.chat_template import tokenizer_template
     from llmsuite.launch.ends import INTERRUPTED
 
-    saved = list_steps(plan.output_dir / "checkpoints")
-    if not plan.train.stage.trains or not saved:
+    saved = list_steps(run / "checkpoints")
+    if not stage.trains or not saved:
         return
     if code == INTERRUPTED:
         print("to continue, add --resume to the same command", flush=True)
     if code != 0:
         return
-    run = shlex.quote(str(plan.output_dir))
-    if plan.train.stage.head == "language_model":
+    name = shlex.quote(str(run))
+    if stage.head == "language_model":
         ask = "--prompt 'Once upon a time'" if tokenizer_template(saved[-1][1]) is None else "--chat"
-        print(f"talk to it: llmsuite generate {run} {ask}")
-    print(f"look at it: llmsuite report {run}", flush=True)
+        print(f"talk to it: llmsuite generate {name} {ask}")
+    print(f"look at it: llmsuite report {name}", flush=True)
 
 
 def _print_line(text: str) -> None:
