@@ -164,7 +164,8 @@ def run(args: Any, registry: Registry) -> int:
         if key is None and not _is_loopback(args.host):
             print(f"warning: {args.host} can be reached by others, and no --api_key is set", file=sys.stderr)
         if port is not None:
-            print(f"loading {names[0]}; requests to {port.address} get 503 until it is loaded", flush=True)
+            # not as a URL: programs that start a server take the first URL that it prints as a sign that it is ready
+            print(f"loading {names[0]}; {port.address} answers 503 until it is loaded", flush=True)
         return _serve(args, registry, names, adapters, key, port)
 
 

@@ -47,9 +47,9 @@ class LoadingPort:
 
     @property
     def address(self) -> str:
-        """URL of the first address."""
+        """The first address as host:port."""
         host, port = self._sockets[0].getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def hand_over(self) -> list[socket.socket]:
         """Stop answering, and return the sockets, which still listen: connections wait there for the server."""

@@ -21,7 +21,7 @@ def port() -> Iterator[LoadingPort]:
 
 
 def connect(port: LoadingPort) -> http.client.HTTPConnection:
-    return http.client.HTTPConnection(port.address.removeprefix("http://"), timeout=60)
+    return http.client.HTTPConnection(port.address, timeout=60)
 
 
 @pytest.mark.parametrize(("method", "body"), [("GET", None), ("POST", b"{}" * 1000), ("HEAD", None)])
