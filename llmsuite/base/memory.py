@@ -1,4 +1,4 @@
-"""The memory of this process."""
+"""The memory of this process and of this machine."""
 
 from __future__ import annotations
 
@@ -19,3 +19,12 @@ def peak_memory_bytes() -> int:
                 return int(value.removesuffix("kB")) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def available_memory_bytes() -> int | None:
+    """The memory of this machine that new processes can get without swapping; None where it is unknown."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        return None
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)

@@ -21,6 +21,7 @@ from llmsuite.base.commands import CommandTimeout, Kept, run_command
 from llmsuite.base.errors import UserError
 from llmsuite.base.extras import install_command
 from llmsuite.base.locks import scratch_directory
+from llmsuite.base.memory import available_memory_bytes
 from llmsuite.base.safe_files import is_dir
 from llmsuite.cli.doctor_checks import CHECKS_FILE, check_device, device_findings
 from llmsuite.cli.doctor_kernels import MESSAGES, show_kernels
@@ -184,7 +185,7 @@ def _machine() -> Iterator[Finding]:
         yield _BAD, "python", f"{version}; install Python 3.10, 3.11 or 3.12"
     yield _OK, "llmsuite", __version__
     yield _OK, "cores", str(os.cpu_count())
-    memory = _available_memory()
+    memory = available_memory_bytes()
     if memory is not None:
         text = f"{memory / 1e9:.1f} GB free"
         yield _level(memory, _LEAST_MEMORY, "memory", text, "end other programs, or take a larger machine")
@@ -218,14 +219,6 @@ def _level(found: float, least: float, what: str, text: str, fix: str) -> Findin
     if found >= least:
         return _OK, what, text
     return _WARN, what, f"{text}; {fix}"
-
-
-def _available_memory() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:  # not Linux
-        return None
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def _packages() -> Iterator[Finding]:

@@ -16,21 +16,28 @@ from llmsuite.base.hub.listing import Want
 from llmsuite.base.hub.local_copies import cached
 from llmsuite.base.hub.names import hub_name
 from llmsuite.base.locks import scratch_directory
+from llmsuite.base.memory import available_memory_bytes
+from llmsuite.base.redaction import Url
 from llmsuite.base.resources import find
 from llmsuite.base.safe_files import exists, is_file
 from llmsuite.base.suggestions import final_suggestion
 from llmsuite.contract.registry import Registry
 from llmsuite.contract.schema.columns import columns_of
 from llmsuite.contract.specs import ModelFamily, StageSpec
+from llmsuite.data.read import data_files
 from llmsuite.data.remote import is_remote
 from llmsuite.data.suggest import FIELD_MEANINGS
 from llmsuite.devices.vendors import VENDORS
-from llmsuite.recipe.new import METHODS, Choice, Method, new_recipe, stage_recipe
+from llmsuite.recipe.new import METHODS, Choice, Method, RowLengths, fit_to_rows, new_recipe, stage_recipe
 from llmsuite.recipe.resolve import RunPlan, plan_run
 from llmsuite.recipe.shape import local_weights, missing_model
 from llmsuite.recipe.write import output_recipe, write_recipe
 from llmsuite.stages.first_rows import check_rows, unread_columns
 
+_FITTED = ("conversation", "preference")
+"""Kinds of rows that the numbers of a recipe are fitted to."""
+_MAX_COUNTED = 50_000_000
+"""Bytes of data whose rows are counted; it takes about half a minute."""
 _DEVICES = {"gpu": "nvidia[0-9]*", "xpu": "xpu[0-9]*"}
 """Patterns of the files in /dev of each kind of device, one file per device."""
 
@@ -46,12 +53,21 @@ def create_recipe(args: Any, registry: Registry) -> int:
     recipe = new_recipe(choice, _num_parameters(choice, registry), "adapters_only" in stage.capabilities)
     if choice.data is not None and _is_interactive():
         _ask_columns(recipe, registry)
+    stream = sys.stderr if args.output is None and not _is_interactive() else sys.stdout
+    problems = _problems(recipe, registry)
+    if not problems and choice.data is not None:
+        try:
+            lines = _fit_to_data(recipe, registry)
+        except UserError as error:  # such as weights without a tokenizer
+            lines = [f"data: not counted, so the numbers are those of the stage's recipe: {error}"]
+        for line in lines:
+            print(line, file=stream)
+        problems = _problems(recipe, registry)
     output = args.output
     if output is None and _is_interactive():
         output = _ask_file(f"{choice.name}.json")
     output_recipe(recipe, output)
-    stream = sys.stderr if output is None else sys.stdout
-    for problem in _problems(recipe, registry):
+    for problem in problems:
         print(f"to do: {problem}", file=stream)
     if output is not None:
         name = shlex.quote(output)
@@ -160,6 +176,68 @@ def _problems(recipe: Mapping[str, Any], registry: Registry) -> list[str]:
     except RecipeError as error:
         problems = error.problems
     return list(dict.fromkeys(f"{problem.key}: {problem.message}" for problem in problems))
+
+
+def _fit_to_data(recipe: dict[str, Any], registry: Registry) -> list[str]:
+    """Set the numbers of a recipe without problems that depend on its rows, where these are conversations or pairs on
+    this machine. Paddle has started.
+
+    Returns:
+        Lines that describe the rows, and the run.
+    """
+    from llmsuite.engine.cadence import total_steps
+    from llmsuite.stages.explain import open_stage
+    from llmsuite.stages.stats import file_stats
+
+    with _planned(recipe, registry) as plan:
+        path = plan.data.train_path
+        spec = registry.stages[recipe["stage"]]
+        is_read = isinstance(spec, StageSpec) and spec.row_kind in _FITTED
+        if not is_read or isinstance(path, Url) or is_remote(recipe["data"]["train"]):
+            return []
+        size = sum(file.stat().st_size for file in data_files(path))
+        if size > _MAX_COUNTED:
+            return [
+                f"data: {size / 1e6:,.0f} MB are not counted here; `llmsuite data stats` does, then set the numbers"
+            ]
+        stage = open_stage(plan.model, plan.data, plan.parallel, plan.train, registry)
+        stats = file_stats(stage, path)
+    assert stats.counts is not None  # as it has rows
+    lines = [f"data: {stats.counts.total:,} rows, {stats.counts.total - stats.counts.lost:,} used"]
+    lines += [f"data: dropped: {reason}" for reason in stats.counts.reasons()]
+    if not stats.num_samples:
+        return lines
+    sequences = round(len(stats.lengths) / stats.num_samples)
+    fit_to_rows(recipe, RowLengths(stats.num_samples, int(stats.lengths.max()), max(1, sequences)))
+    train = recipe["train"]
+    lines[0] += (
+        f", of {stats.lengths.min():,} to {stats.lengths.max():,} tokens; "
+        f"{stats.num_supervised:,} of {stats.num_tokens:,} tokens are supervised"
+    )
+    steps = total_steps(None, train["num_epochs"], stats.num_samples, train["global_batch_size"])
+    epochs = "1 epoch is" if train["num_epochs"] == 1 else f"{train['num_epochs']} epochs are"
+    lines.append(f"run: {epochs} {steps:,} steps of {train['global_batch_size']} rows")
+    with _planned(recipe, registry) as plan:
+        lines.append(_memory(plan))
+    return lines
+
+
+def _memory(plan: RunPlan) -> str:
+    """The memory that a run takes, beside that of this machine where it runs here."""
+    from llmsuite.planning.estimate import estimate
+    from llmsuite.planning.report import size
+
+    peak = estimate(plan.model, plan.data, plan.parallel, plan.train).peak
+    line = f"memory: {size(peak)} for each device by the estimate of `llmsuite plan`"
+    available = available_memory_bytes()
+    if plan.parallel.device.name != "cpu" or available is None:
+        return line
+    needed = peak * plan.parallel.degrees.num_ranks
+    if needed <= available:
+        return line
+    return (
+        f"{line}; that is more than the {size(available)} that are free here: take a smaller model, or --method qlora"
+    )
 
 
 @contextlib.contextmanager

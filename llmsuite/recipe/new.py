@@ -24,7 +24,10 @@ master, two moments) over the data ranks; with adapters 2 bytes, with 4-bit matr
 exceeds 32 GB, half of a 64 GB device, the tensor parallel degree doubles, up to the 8 devices of a machine; then the
 pipeline parallel degree doubles. All other ranks are data ranks. They shard the optimizer state, and without a pipeline
 also the gradients; expert parallelism uses up to 8 of them. On cpu nothing is sharded. Where a recipe for all
-parameters gets adapters, its learning rate is multiplied by ten (Schulman et al. 2025, "LoRA Without Regret"). All
+parameters gets adapters, its learning rate is multiplied by ten (Schulman et al. 2025, "LoRA Without Regret"). Where
+the rows of --data are on this machine, they determine four numbers: data.max_length is that of the longest row, rounded
+up to a multiple of 64; train.num_epochs is 3, or 1 from 50,000 rows; train.global_batch_size is halved, down to 4,
+while an epoch has fewer than 10 steps; train.micro_batch_size fills 4096 tokens of the longest rows (1024 on cpu). All
 other numbers are those of recipes/FAMILY/STAGE.json, or of llama's recipe."""
 Method = Literal["full", "lora", "qlora"]
 METHODS: Mapping[str, str] = {
@@ -38,6 +41,19 @@ _COPIES = ("online_dpo",)
 """Stages whose reference is a copy of the model by default."""
 _ADAPTED_RATE = 10
 """Learning rate of adapters as a multiple of that of all parameters."""
+_LENGTH_STEP = 64
+"""`data.max_length` of a new recipe is a multiple of it."""
+_MANY_ROWS = 50_000
+"""Rows from which one epoch is enough."""
+_EPOCHS = 3
+"""Epochs of fewer rows."""
+_MIN_STEPS = 10
+"""Steps that an epoch has at least, where the batch can be smaller."""
+_MIN_BATCH = 4
+"""Rows that a smaller batch has at least."""
+_TOKENS = {"cpu": 1024}
+"""Tokens of a micro-batch of the longest rows, by the device."""
+_TOKENS_OF_OTHERS = 4096
 _MAX_BYTES = 32e9
 """Bytes of parameters, gradients and optimizer state on one device."""
 
@@ -178,6 +194,51 @@ def new_recipe(choice: Choice, num_parameters: int, adapters: bool) -> dict[str,
     _set_data(recipe, choice)
     _set_method(recipe, choice)
     return {key: value for key, value in recipe.items() if value != {}}
+
+
+@dataclasses.dataclass(frozen=True)
+class RowLengths:
+    """The training samples of a data file."""
+
+    num_samples: int
+    longest: int
+    """Tokens of the longest sequence."""
+    sequences: int
+    """Sequences of a sample: 2 for a pair of answers."""
+
+
+def fit_to_rows(recipe: dict[str, Any], rows: RowLengths) -> None:
+    """Set the numbers of a new recipe that depend on the training data, by `RULE`."""
+    data = recipe["data"]
+    train = recipe["train"]
+    ranks = data_ranks(recipe)
+    rounded = math.ceil(rows.longest / _LENGTH_STEP) * _LENGTH_STEP
+    data["max_length"] = min(data["max_length"], rounded)
+    train.pop("max_steps", None)
+    epochs = 1 if rows.num_samples >= _MANY_ROWS else _EPOCHS
+    recipe["train"] = train = {"num_epochs": epochs, **train}
+    batch = train["global_batch_size"]
+    while batch * _MIN_STEPS > rows.num_samples and batch % (2 * ranks) == 0 and batch // 2 >= _MIN_BATCH:
+        batch //= 2
+    if batch > rows.num_samples:
+        batch = max(ranks, rows.num_samples // ranks * ranks)
+    train["global_batch_size"] = batch
+    tokens = _TOKENS.get(recipe["device"], _TOKENS_OF_OTHERS)
+    fitting = max(1, tokens // (data["max_length"] * rows.sequences))
+    of_rank = batch // ranks
+    train["micro_batch_size"] = max(size for size in range(1, of_rank + 1) if of_rank % size == 0 and size <= fitting)
+    if "save_steps" in recipe.get("checkpoint", {}):
+        recipe["checkpoint"]["save_steps"] = "epoch"
+    if "eval_steps" in train:
+        train["eval_steps"] = "epoch"
+
+
+def data_ranks(recipe: Mapping[str, Any]) -> int:
+    """Number of data ranks of a new recipe."""
+    parallel = recipe.get("parallel", {})
+    devices = recipe["launch"]["num_devices"] * recipe["launch"].get("nnodes", 1)
+    split = parallel.get("tensor_parallel_degree", 1) * parallel.get("pipeline_parallel_degree", 1)
+    return int(devices // split)
 
 
 def _set_data(recipe: dict[str, Any], choice: Choice) -> None:

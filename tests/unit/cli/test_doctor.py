@@ -33,7 +33,7 @@ def test_a_machine_that_meets_all_requirements() -> None:
         ("shared memory", lambda p: p.setattr(shutil, "disk_usage", lambda path: usage(6e7)), "--shm-size=2g"),
         ("g++", lambda p: p.setattr(shutil, "which", lambda name: None), "apt-get install g++"),
         ("open files", lambda p: p.setattr(resource, "getrlimit", lambda kind: (256, 2048)), "ulimit -n 2048"),
-        ("memory", lambda p: p.setattr(doctor, "_available_memory", lambda: 10**9), "end other programs"),
+        ("memory", lambda p: p.setattr(doctor, "available_memory_bytes", lambda: 10**9), "end other programs"),
     ],
 )
 def test_a_shortage_is_reported_with_its_fix(monkeypatch: Patch, what: str, patch: Any, fix: str) -> None:

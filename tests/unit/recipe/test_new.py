@@ -6,17 +6,22 @@ import itertools
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from llmsuite.base.errors import UserError
+from llmsuite.cli import new_recipe as new_recipe_command
 from llmsuite.cli.main import main
 from llmsuite.contract.registry import Registry
-from llmsuite.recipe.new import METHODS, Choice, choose_degrees, new_recipe
+from llmsuite.recipe.new import METHODS, Choice, RowLengths, choose_degrees, data_ranks, fit_to_rows, new_recipe
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.recipe.write import recipe_text
+from tests.support.families import FAMILIES
 from tests.support.paths import ROOT
 
 BILLION = 10**9
@@ -160,7 +165,9 @@ def test_own_weights_and_data(weights: Path, rows: Path, capsys: pytest.CaptureF
     assert "eval_steps" not in recipe["train"]
     assert recipe["lora"]["rank"] == 8
     assert recipe["output_dir"] == "runs/tiny-1-dpo"
-    said = capsys.readouterr().out.splitlines()
+    uncounted, *said = capsys.readouterr().out.splitlines()
+    assert uncounted.startswith("data: not counted")
+    assert "has neither tokenizer.json" in uncounted
     assert said[0] == f"wrote {target}"
     assert [line for line in said if line.startswith("to do")] == []
     name = said[-1].removeprefix("then: llmsuite run ")
@@ -343,3 +350,83 @@ def test_weights_whose_hub_cannot_be_asked(monkeypatch: pytest.MonkeyPatch, caps
     words = ["--no-plugins", "recipe", "new", "--stage", "sft", "--weights", "hf:org/name", "--num_devices", "1"]
     assert main(words) == 2
     assert "so its family and shape are unknown\n--family: is required" in capsys.readouterr().err
+
+
+def fitted(rows: RowLengths, device: str = "gpu", devices: int = 1, stage: str = "sft") -> dict[str, Any]:
+    """A new recipe for rows."""
+    recipe = new_recipe(Choice(stage, FAMILIES["llama"], "llama-3.1-8b", devices, device, data="a"), 10**9, False)
+    fit_to_rows(recipe, rows)
+    return recipe
+
+
+def test_numbers_of_a_small_file() -> None:
+    recipe = fitted(RowLengths(50, 78, 1), "cpu")
+    assert recipe["data"]["max_length"] == 128
+    train = recipe["train"]
+    assert "max_steps" not in train
+    # 64, 32, 16 and 8 rows would be fewer than 10 steps
+    assert (train["num_epochs"], train["global_batch_size"], train["micro_batch_size"]) == (3, 4, 4)
+    assert recipe["checkpoint"]["save_steps"] == "epoch"
+
+
+def test_numbers_of_a_large_file() -> None:
+    recipe = fitted(RowLengths(50_000, 5_000, 1))
+    assert recipe["data"]["max_length"] == 2048, "the limit of the stage's recipe"
+    train = recipe["train"]
+    assert (train["num_epochs"], train["global_batch_size"], train["micro_batch_size"]) == (1, 64, 2)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    count=st.integers(1, 100_000),
+    longest=st.integers(1, 9000),
+    devices=st.sampled_from([1, 2, 8, 12]),
+    pair=st.booleans(),
+)
+def test_fitted_batches_can_be_dealt_to_the_ranks(count: int, longest: int, devices: int, pair: bool) -> None:
+    recipe = fitted(RowLengths(count, longest, 1 + pair), "gpu", devices, "dpo" if pair else "sft")
+    train = recipe["train"]
+    ranks = data_ranks(recipe)
+    batch = train["global_batch_size"]
+    assert batch % (ranks * train["micro_batch_size"]) == 0
+    assert batch <= max(count, ranks)
+    assert recipe["data"]["max_length"] >= min(longest, 2048)
+    sequences = train["micro_batch_size"] * (1 + pair)
+    assert train["micro_batch_size"] == 1 or sequences * recipe["data"]["max_length"] <= 4096
+
+
+@pytest.fixture
+def with_tokenizer(weights: Path) -> Path:
+    for file in (ROOT / "data/tokenizer").iterdir():
+        shutil.copy(file, weights / file.name)
+    return weights
+
+
+def test_a_new_recipe_counts_its_rows(with_tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = with_tokenizer
+    rows = weights.parent / "rows.jsonl"
+    turns = [{"role": "user", "content": "say hi " * 4}, {"role": "assistant", "content": "hi"}]
+    rows.write_text(f"{json.dumps({'messages': turns})}\n" * 45)
+    words = ["--no-plugins", "recipe", "new", "--stage", "lora", "--weights", str(weights), "--device", "cpu"]
+    path = weights.parent / "a.json"
+    assert main([*words, "--num_devices", "1", "--data", str(rows), "-o", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "data: 45 rows, 45 used, of " in printed
+    assert "run: 3 epochs are 34 steps of 4 rows" in printed  # 135 rows
+    assert re.search(r"memory: [0-9.]+ MiB for each device", printed)
+    recipe = json.loads(path.read_text())
+    assert recipe["train"]["num_epochs"] == 3
+    assert recipe["data"]["max_length"] == 64
+
+
+def test_more_memory_than_the_machine_has_is_told(
+    with_tokenizer: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = with_tokenizer
+    rows = weights.parent / "rows.jsonl"
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows.write_text(json.dumps({"messages": turns}) + "\n")
+    monkeypatch.setattr(new_recipe_command, "available_memory_bytes", lambda: 1000)
+    words = ["--no-plugins", "recipe", "new", "--stage", "sft", "--weights", str(weights), "--device", "cpu"]
+    assert main([*words, "--method", "full", "--num_devices", "1", "--data", str(rows)]) == 0
+    assert "more than the 0.977 KiB that are free here" in capsys.readouterr().err
