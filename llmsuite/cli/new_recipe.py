@@ -186,6 +186,7 @@ def _fit_to_data(recipe: dict[str, Any], registry: Registry) -> list[str]:
         Lines that describe the rows, and the run.
     """
     from llmsuite.engine.cadence import total_steps
+    from llmsuite.planning.estimate import estimate
     from llmsuite.stages.explain import open_stage
     from llmsuite.stages.stats import file_stats
 
@@ -218,22 +219,24 @@ def _fit_to_data(recipe: dict[str, Any], registry: Registry) -> list[str]:
     epochs = "1 epoch is" if train["num_epochs"] == 1 else f"{train['num_epochs']} epochs are"
     lines.append(f"run: {epochs} {steps:,} steps of {train['global_batch_size']} rows")
     with _planned(recipe, registry) as plan:
-        lines.append(_memory(plan))
+        peak = estimate(plan.model, plan.data, plan.parallel, plan.train).peak
+        lines.append(_memory(peak, plan.parallel.degrees.num_ranks, recipe["device"] == "cpu"))
     return lines
 
 
-def _memory(plan: RunPlan) -> str:
-    """The memory that a run takes, beside that of this machine where it runs here."""
-    from llmsuite.planning.estimate import estimate
+def _memory(peak: float, num_ranks: int, is_here: bool) -> str:
+    """A line with the memory of a run.
+
+    Args:
+        peak: bytes on each device.
+        num_ranks: devices of the run.
+        is_here: True where this machine runs all of them in its own memory.
+    """
     from llmsuite.planning.report import size
 
-    peak = estimate(plan.model, plan.data, plan.parallel, plan.train).peak
     line = f"memory: {size(peak)} for each device by the estimate of `llmsuite plan`"
     available = available_memory_bytes()
-    if plan.parallel.device.name != "cpu" or available is None:
-        return line
-    needed = peak * plan.parallel.degrees.num_ranks
-    if needed <= available:
+    if not is_here or available is None or peak * num_ranks <= available:
         return line
     return (
         f"{line}; that is more than the {size(available)} that are free here: take a smaller model, or --method qlora"
