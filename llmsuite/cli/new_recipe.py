@@ -100,9 +100,13 @@ def _choice(args: Any, registry: Registry) -> Choice:
     method = _method(args.method, stage, registry)
     found = _devices(registry)
     known = [*registry.devices, *(vendor.name for vendor in VENDORS if vendor.name not in registry.devices)]
-    device = _choose("device", args.device, dict.fromkeys(known, ""), found[0] if _is_interactive() else "gpu")
-    default_count = found[1] if device == found[0] else 1
-    num_devices = args.num_devices or _ask_number("num_devices, of all machines", default_count)
+    if args.device == "here":
+        device, default_count = found
+        num_devices = args.num_devices or default_count
+    else:
+        device = _choose("device", args.device, dict.fromkeys(known, ""), found[0] if _is_interactive() else "gpu")
+        default_count = found[1] if device == found[0] else 1
+        num_devices = args.num_devices or _ask_number("num_devices, of all machines", default_count)
     if method != "full" and stage == "sft":
         stage = "lora"
     return Choice(stage, family, preset, num_devices, device, weights, method, data, eval_data, config)

@@ -43,7 +43,12 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument("--num_devices", type=PositiveInt | None, default=None, help="of all machines together")
     parser.add_argument("--leave_out", type=str | None, default=None, help="with from-…: arguments to ignore, as A,B")
     parser.add_argument("--preset", type=str | None, default=None, help="with new: a model of the family")
-    parser.add_argument("--device", type=str | None, default=None, help="with new: gpu (the default), xpu or cpu")
+    parser.add_argument(
+        "--device",
+        type=str | None,
+        default=None,
+        help="with new: gpu (the default), xpu, cpu, or here for the devices of this machine",
+    )
     parser.add_argument(
         "--weights",
         type=str | None,

@@ -12,6 +12,7 @@ import pytest
 
 from tests.multi.conftest import Runner
 from tests.support.browser import IS_THERE, REASON, VIEWS, faults, screenshot, severe, view, waiting
+from tests.support.paths import ROOT
 from tests.support.written_family import write_family
 
 pytestmark = pytest.mark.skipif(not IS_THERE, reason=REASON)
@@ -46,6 +47,7 @@ def choose(browser: Any, address: str) -> None:
     browser.get(address)
     wait(browser, 60, lambda b: len(b.find_elements("css selector", "#recipe option")) > 50)
     browser.find_element("id", "smoke").click()
+    browser.find_element("id", "all-keys").click()
     browser.find_element("id", "find").send_keys("digits-lora")
     wait(browser, 60, lambda b: b.find_element("id", "verdict").text.startswith("Recipe is valid: lora"))
 
@@ -128,3 +130,40 @@ def test_from_a_recipe_to_a_model_that_talks(browser: Any, address: str, runner:
     wait(browser, 120, lambda b: b.find_elements("css selector", ".assistant[data-done]"))
     assert re.match(r"\d+ tokens", browser.find_element("css selector", ".note").text)
     assert severe(browser) == []
+
+
+def test_from_a_file_of_rows_to_a_recipe(browser: Any, address: str, runner: Runner, tmp_path: Path) -> None:
+    """The few keys that the recipe sets are shown, and what is trained of a row."""
+    rows = tmp_path / "mine.csv"
+    rows.write_text("instruction,output\n" + "Why?,Because.\n" * 45)
+    model = write_family(runner.directory / "model of a page", "llama")
+    view(browser, 1440, "light")
+    browser.get(address)
+    wait(browser, 60, lambda b: len(b.find_elements("css selector", "#recipe option")) > 50)
+    browser.find_element("id", "new-weights").send_keys(str(model))
+    browser.find_element("id", "new-data").send_keys(str(rows))
+    browser.find_element("id", "make").click()
+    wait(browser, 120, lambda b: "45 rows, 45 used" in b.find_element("id", "made").text or fault(b))
+    assert fault(browser) == ""
+    recipe = Path(browser.find_element("id", "made").text.partition("\n")[0])
+    assert recipe.name.startswith("model-of-a-page-sft")
+    try:
+        wait(browser, 60, lambda b: b.find_element("id", "verdict").text.startswith("Recipe is valid: lora"))
+        assert browser.find_element("id", "recipe").get_property("value") == str(recipe)
+        visible = [
+            key.get_attribute("data-key") for key in browser.find_elements("css selector", ".key") if key.is_displayed()
+        ]
+        assert {"data.train", "train.learning_rate", "train.num_epochs", "lora.rank"} <= set(visible)
+        assert len(visible) < 30
+        browser.find_element("id", "explain").click()
+        wait(browser, 120, lambda b: b.find_elements("css selector", "#explained .trained") or fault(b))
+        lines = browser.find_elements("css selector", "#explained div")
+        trained = [line.text for line in lines if line.get_attribute("class") == "trained"]
+        assert 0 < len(trained) < len(lines)
+        assert all(" assistant " in line for line in trained)
+        screenshot(browser, "studio-new.png", tmp_path)
+        browser.find_element("id", "own").send_keys("recipes/llama/digits-sft.json\n")
+        wait(browser, 60, lambda b: b.find_element("id", "key-stage").get_property("value") == "sft")
+        assert severe(browser) == []
+    finally:
+        (ROOT / recipe).unlink()

@@ -77,10 +77,12 @@ class Recipes:
         return list(_known())
 
     def keys(self, form: FilledRecipe) -> list[Data]:
-        """Every key of a recipe with its help, in the order of the schema. Raises UserError if it cannot be read."""
+        """Every key of a recipe with its help, in the order of the schema; "given" is true for keys that the recipe
+        sets. Raises UserError if it cannot be read."""
         plan = self.plan_of(dataclasses.replace(form, changes={}))
         values = as_plain(plan.recipe)
-        return [_key(info, _at(values, info.key)) for info in walk(type(plan.recipe))]
+        given = plan.loaded.given
+        return [{**_key(info, _at(values, info.key)), "given": info.key in given} for info in walk(type(plan.recipe))]
 
     def check(self, form: FilledRecipe) -> Data:
         """Return the errors of a recipe by key, or the notes of `validate`; and the command that runs it."""
@@ -142,7 +144,8 @@ def _problem(problem: Problem) -> Data:
 
 def _known() -> Iterator[Data]:
     root = bundled("recipes")
-    for path in sorted(root.glob("*/*.json")):
+    first = root / "llama" / "sft.json"  # shown when the page opens
+    for path in sorted(root.glob("*/*.json"), key=lambda path: (path != first, path)):
         data = json.loads(path.read_text(encoding="utf-8"))
         launch = data.get("launch", {})
         model = data["model"]

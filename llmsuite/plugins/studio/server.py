@@ -15,6 +15,7 @@ from llmsuite.contract.registry import Registry
 from llmsuite.observe.report import page as report_page
 from llmsuite.observe.runs import read_run
 from llmsuite.observe.watch import answer_content
+from llmsuite.plugins.studio.commands import NewRecipe, explain_row
 from llmsuite.plugins.studio.jobs import Jobs
 from llmsuite.plugins.studio.recipes import FilledRecipe, Recipes
 
@@ -84,6 +85,8 @@ class Handler(LocalHandler):
         acts: dict[str, Callable[[Any], Any]] = {
             "/keys": lambda body: self.server.recipes.keys(FilledRecipe.of(body)),
             "/check": lambda body: self.server.recipes.check(FilledRecipe.of(body)),
+            "/new": lambda body: NewRecipe.of(body).make(),
+            "/explain": lambda body: {"text": explain_row(FilledRecipe.of(body), body.get("row"))},
             "/plan": lambda body: {"text": self.server.recipes.plan(FilledRecipe.of(body))},
             "/start": self._start,
             "/stop": lambda body: self.server.jobs.stop(_run(body)),

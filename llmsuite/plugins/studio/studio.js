@@ -34,12 +34,46 @@
     const fitting = recipes.filter((one) => words.every((word) => JSON.stringify(one).toLowerCase().includes(word)));
     const before = $("recipe").value;
     $("recipe").replaceChildren(...fitting.map((one) => element("option", {value: one.recipe,
-      textContent: `${one.recipe.replace(/^recipes\//, "")} — ${one.stage} of ${one.model}, ${one.devices} ${one.device}`})));
+      textContent: one.stage === "own" ? `${one.recipe} — yours` :
+        `${one.recipe.replace(/^recipes\//, "")} — ${one.stage} of ${one.model}, ${one.devices} ${one.device}`})));
     if (fitting.some((one) => one.recipe === before)) $("recipe").value = before;
     else choose();
   }
 
   const choose = () => { changes.clear(); read(); };
+
+  // Shows a recipe that is a file of the user.
+  function open(recipe) {
+    recipes = [{recipe, stage: "own"}, ...recipes.filter((one) => one.recipe !== recipe)];
+    $("find").value = "";
+    offer();
+    $("recipe").value = recipe;
+    choose();
+  }
+
+  $("open").addEventListener("submit", (event) => {
+    event.preventDefault();
+    if ($("own").value.trim()) open($("own").value.trim());
+  });
+
+  $("new").addEventListener("submit", tried(async (event) => {
+    event.preventDefault();
+    const text = $("make").textContent;
+    $("make").disabled = true;
+    $("make").textContent = "Counting the rows …";
+    $("made").hidden = true;
+    try {
+      const made = await ask("new", Object.fromEntries(["weights", "data", "stage", "method"].map(
+        (name) => [name, $(`new-${name}`).value])));
+      $("made").textContent = `${made.recipe}\n${made.text}`;
+      $("made").hidden = false;
+      $("smoke").checked = false;
+      open(made.recipe);
+    } finally {
+      $("make").disabled = false;
+      $("make").textContent = text;
+    }
+  }));
 
   const read = tried(async () => {
     keys = $("recipe").value ? await ask("keys", filled()) : [];
@@ -70,11 +104,14 @@
     return made;
   }
 
+  // A search looks at all keys; without one, those of the recipe are shown, those that were changed, and wrong ones.
   function sift() {
     const word = $("find-key").value.toLowerCase();
     let count = 0;
     for (const [i, made] of [...$("keys").children].entries()) {
-      made.hidden = !`${keys[i].key} ${keys[i].help}`.toLowerCase().includes(word);
+      const {key, help, given} = keys[i];
+      const isShown = $("all-keys").checked || given || changes.has(key) || !made.lastChild.hidden;
+      made.hidden = word ? !`${key} ${help}`.toLowerCase().includes(word) : !isShown;
       count += !made.hidden;
     }
     $("count").textContent = `${count} of ${keys.length} keys, ${changes.size} changed`;
@@ -90,7 +127,7 @@
     if (number !== asked) return;  // a later one is under way
     verdict = told;
     $("command").textContent = told.command;
-    $("planned").hidden = true;
+    $("planned").hidden = $("explained").hidden = true;
     const other = [], remedies = [];
     for (const made of $("keys").children) { made.lastChild.hidden = true; made.lastChild.textContent = ""; }
     for (const {key, message, remedy} of told.problems) {
@@ -104,6 +141,7 @@
     $("remedies").replaceChildren(...remedies.map(mend));
     $("verdict").textContent = (right ? [`Recipe is valid: ${told.made} → ${told.run}`, ...told.notes] : other).join("\n");
     $("start").disabled = $("plan").disabled = !right;
+    sift();
   });
 
   // A button that fills in what probably mends a problem.
@@ -112,6 +150,19 @@
     field.value = value;
     field.dispatchEvent(new Event("input"));
   });
+
+  $("explain").addEventListener("click", tried(async () => {
+    $("explain").disabled = true;
+    try {
+      const {text} = await ask("explain", {...filled(), row: Number($("row").value)});
+      $("explained").replaceChildren(...text.trimEnd().split("\n").map((line) => element("div",
+        {textContent: line, className: isTrained(line) ? "trained" : ""})));
+      $("explained").hidden = false;
+    } finally { $("explain").disabled = false; }
+  }));
+
+  // Lines of tokens begin with position, id, role, document and label; the label of a token that is not trained is "-".
+  const isTrained = (line) => /^\s*\d+\s+\d+\s+\S+\s+\S+\s+\d/.test(line);
 
   $("plan").addEventListener("click", tried(async () => {
     $("planned").textContent = (await ask("plan", filled())).text;
@@ -193,6 +244,7 @@
   $("recipe").addEventListener("change", choose);
   $("smoke").addEventListener("change", read);
   $("find-key").addEventListener("input", sift);
+  $("all-keys").addEventListener("change", sift);
   tried(async () => { recipes = await ask("recipes"); offer(); })();
   refresh();
 })();

@@ -22,6 +22,7 @@ from llmsuite.plugins.studio.jobs import Jobs
 from llmsuite.plugins.studio.recipes import FilledRecipe, Recipes
 from llmsuite.plugins.studio.server import Studio
 from tests.support.run_folder import make_run
+from tests.support.written_family import write_family
 
 RECIPE = "recipes/llama/digits-lora.json"
 
@@ -241,7 +242,7 @@ def test_nothing_is_served_without_the_token(studio: Studio, path: str, query: s
     assert ask(studio, path + query)[0] == 403
 
 
-@pytest.mark.parametrize("path", ["/keys", "/check", "/plan", "/start", "/stop", "/talk"])
+@pytest.mark.parametrize("path", ["/keys", "/check", "/plan", "/start", "/stop", "/talk", "/new", "/explain"])
 @pytest.mark.parametrize(
     "headers",
     [{}, {"X_Token": "wrong"}, {"X_Token": "secret", "Origin": "https://evil.example"},
@@ -251,6 +252,59 @@ def test_nothing_is_served_without_the_token(studio: Studio, path: str, query: s
 def test_requests_of_other_pages_are_refused(studio: Studio, path: str, headers: dict[str, str]) -> None:
     assert ask(studio, path, {"recipe": RECIPE, "smoke": True, "run": "x"}, **headers)[0] == 403
     assert ask(studio, f"{path}?token=secret", {"recipe": RECIPE}, Cookie="token=secret")[0] == 403
+
+
+def rows_of_two_turns(path: Path, count: int) -> Path:
+    turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]
+    path.write_text((json.dumps({"messages": turns}) + "\n") * count)
+    return path
+
+
+def test_a_recipe_is_made_from_a_model_and_a_file(
+    studio: Studio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = write_family(tmp_path / "my model", "llama")
+    choices = {
+        "weights": f" {model} ",
+        "data": str(rows_of_two_turns(tmp_path / "rows.jsonl", 45)),
+        "stage": "sft",
+        "method": "lora",
+    }
+    (tmp_path / "my-model-sft.json").write_text("{}")
+    code, made = ask(studio, "/new", choices, X_Token="secret")
+    assert (code, made["recipe"]) == (200, "my-model-sft-2.json"), made
+    assert made["text"].startswith("data: 45 rows, 45 used, of ")
+    assert "llmsuite run" not in made["text"]
+    recipe = json.loads((tmp_path / made["recipe"]).read_text())
+    assert (recipe["stage"], recipe["train"]["num_epochs"]) == ("lora", 3)
+    form = {"recipe": made["recipe"], "changes": {"lora.rank": "4"}}
+    assert ask(studio, "/check", form, X_Token="secret")[1]["problems"] == []
+    given = {key["key"] for key in ask(studio, "/keys", form, X_Token="secret")[1] if key["given"]}
+    assert {"data.train", "model.weights", "train.learning_rate"} <= given
+    assert len(given) < 30
+    code, explained = ask(studio, "/explain", {**form, "row": 45}, X_Token="secret")
+    assert "the end of the sequence is supervised" in explained["text"], explained
+    assert "is no number" in ask(studio, "/explain", {**form, "row": "1; ls"}, X_Token="secret")[1]["error"]
+    assert "numbered from 1 to 45" in ask(studio, "/explain", {**form, "row": 46}, X_Token="secret")[1]["error"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": " "}, "data: is missing"),
+        ({"stage": None}, "has sent no choices"),
+        ({"weights": "nothing"}, "nothing is not a directory with a model"),
+    ],
+)
+def test_a_recipe_that_cannot_be_made_is_told(
+    studio: Studio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    choices = {"weights": "runs/a", "data": "rows.jsonl", "stage": "sft", "method": "lora", **changes}
+    code, found = ask(studio, "/new", choices, X_Token="secret")
+    assert code == 400
+    assert message in found["error"]
 
 
 @pytest.mark.parametrize(("body", "code"), [(b"{", 400), (b"[" * 100000, 400), (b"null", 400), (b"a" * 1_000_001, 413)])
