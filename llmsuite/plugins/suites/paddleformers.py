@@ -206,12 +206,20 @@ def _data(run: Run) -> dict[str, Any]:
         run.refuse("packing", True, f"{why} here")
     elif packs:
         found["packing"] = "best_fit"
-    else:
-        run.note("data: a step that the rows of an epoch do not fill takes rows of the next one; there it first takes "
-                 "the last row again")  # fmt: skip
+    elif run.section == "dpo" or run.given("dataset_type") != "map":
+        _repeat_last(run)
     if run.section == "dpo":
         run.note("data.max_length: is for a prompt with one answer; there, for a prompt with both")
     return found | _template(run) | trainer.loading(run)
+
+
+def _repeat_last(run: Run) -> None:
+    """Report the last row of an epoch, which PaddleFormers reads twice; refuse several epochs."""
+    run.note("data: a step that the rows of an epoch do not fill takes rows of the next one; there it first takes the "
+             "last row again")  # fmt: skip
+    epochs = run.given("num_train_epochs")
+    if isinstance(epochs, (int, float)) and epochs > 1:
+        run.refuse("num_train_epochs", epochs, "the last row of each epoch is read twice there; set packing")
 
 
 def _template(run: Run) -> dict[str, Any]:

@@ -86,6 +86,7 @@ def test_notes_on_rows(converted: Converted) -> None:
 
     assert "takes the last row again" in notes(packing=False)
     assert "takes the last row again" not in notes()
+    assert "takes the last row again" not in notes(packing=False, dataset_type="map", num_train_epochs=2)
     assert "for a prompt with both" in " ".join(converted(ACTION, DPO).notes)
 
 
@@ -142,6 +143,7 @@ def test_arguments_for_experts(converted: Converted) -> None:
         ({**SFT, "template_backend": "jinja"}, "template_backend = jinja: adds the end-of-sequence token to what"),
         ({**SFT, "template": "llama3"}, "template = llama3: writes <|start_header_id|>, which is not a token of"),
         ({**SFT, "train_dataset_type": "messages"}, "train_dataset_type = messages: its rows may have tools"),
+        ({**SFT, "packing": False, "num_train_epochs": 2}, "num_train_epochs = 2: the last row of each epoch is read"),
         ({**DPO, "packing": True}, "packing = True: a pack has prompts with both answers"),
         ({**SFT, "model_name_or_path": "Qwen/Qwen3-30B-A3B"}, "there, the config of the model balances its experts"),
         ({**SFT, "model_name_or_path": "baidu/ERNIE-4.5-0.3B-PT", "fine_tuning": "lora"}, "fine_tuning = LoRA"),
