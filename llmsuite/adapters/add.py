@@ -11,6 +11,7 @@ from paddle import nn
 
 from llmsuite.adapters.layers.adapter import Adapter
 from llmsuite.adapters.parameters import is_trained
+from llmsuite.adapters.shared_first import first_of
 from llmsuite.models.adapter_method import AdapterConfig
 from llmsuite.models.dropout import RowDropout, TokenDropout
 from llmsuite.models.embedding import is_plain_embedding
@@ -42,10 +43,11 @@ def add_adapters(
     for name in modules:
         owner, _, attribute = name.rpartition(".")
         adapter = adapter_layer(found[name], config)
+        dropped = first_of(name) if config.share_first else name  # one mask for all x of one A
         if config.dropout and isinstance(found[name], nn.Linear):
-            adapter.lora_dropout = TokenDropout(config.dropout, name, seed, adapter.weight.shape[0])
+            adapter.lora_dropout = TokenDropout(config.dropout, dropped, seed, adapter.weight.shape[0])
         elif config.dropout and isinstance(found[name], GroupedLinear):
-            adapter.lora_dropout = RowDropout(config.dropout, name, seed, adapter.weight.shape)
+            adapter.lora_dropout = RowDropout(config.dropout, dropped, seed, adapter.weight.shape)
         setattr(found[owner], attribute, adapter)
 
 

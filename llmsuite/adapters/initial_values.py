@@ -14,6 +14,7 @@ from llmsuite.base.typing import ReadSlice
 from llmsuite.models.adapter_method import AdaptedModel, AdapterConfig
 from llmsuite.models.block_quant import BlockFormat
 from llmsuite.models.initial_values import initial_values
+from llmsuite.models.shard_plan import ShardPlan
 
 
 def with_adapter_values(
@@ -21,7 +22,7 @@ def with_adapter_values(
     seed: int,
     shapes: Mapping[str, Sequence[int]],
     config: AdapterConfig,
-    embedding: str | None = None,
+    plan: ShardPlan | None = None,
     base_format: BlockFormat | None = None,
     quantised: Collection[str] = (),
 ) -> ReadSlice:
@@ -32,7 +33,7 @@ def with_adapter_values(
         seed: seed of the recipe.
         shapes: shape of every parameter of the full model.
         config: method, rank and scale of the adapters.
-        embedding: name of the embedding module.
+        plan: shard plan of the family; None for a model without embedding.
         base_format: format of the matrices that are stored quantised; None where none is.
         quantised: names of the modules whose W is.
     """
@@ -43,8 +44,14 @@ def with_adapter_values(
         assert base_format is not None
         return base_format.rounded(matrix)
 
+    def is_cut_by_inputs(module: str) -> bool:
+        weight = f"{module}.weight"
+        return plan is not None and plan.dim(weight) == 0 and not plan.is_expert(weight)
+
     in_full = base_format is not None and base_format.is_of_full
-    of_method = config.method.initial(AdaptedModel(read, seed, shapes, config, embedding, rounded, in_full))
+    embedding = None if plan is None else plan.embedding
+    model = AdaptedModel(read, seed, shapes, config, embedding, rounded, in_full, is_cut_by_inputs)
+    of_method = config.method.initial(model)
 
     def initial(name: str, shape: Sequence[int], index: Sequence[slice]) -> np.ndarray:
         is_own = name.rpartition(".")[2] in config.method.parameters

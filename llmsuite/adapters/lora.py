@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from llmsuite.adapters.shared_first import first_of
 from llmsuite.base.typing import ReadSlice
 from llmsuite.models.adapter_method import (
     AdaptedModel,
@@ -61,7 +62,9 @@ class Lora(AdapterMethod):
                     return initial_values(model.seed, name, shape, 1.0, index)
                 return zeros(index)
             if kind == FIRST_FACTOR:
-                return initial_values(model.seed, name, shape, (3 * shape[-2]) ** -0.5, index)
+                source = f"{first_of(module)}.{kind}" if model.config.share_first else name
+                num_parts = model.config.init_shards if model.is_cut_by_inputs(module) else 1
+                return initial_values(model.seed, source, shape, (3 * shape[-2] / num_parts) ** -0.5, index)
             return zeros(index)
 
         return initial

@@ -312,6 +312,7 @@ def _strategy(
         ops=ops,
         trained=trained.keys(),
         master_weights=parallel_plan.master_weights,
+        shares_first_factors=model_plan.lora.share_first,
         is_tied=is_tied(model_plan.config),
         shares_embedding=is_embedding_shared(model_plan.config),
         sequence_parallel=parallel.sequence_parallel,

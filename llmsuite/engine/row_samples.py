@@ -162,12 +162,17 @@ class RowsInMemory:
         self._rows = reader.read_rows(path)
         self.num_rows = len(self._rows)
         self.faults = self._rows.faults
+        self._sample_of: dict[int, Any] | None = None
+        """The sample of each usable row, once `usable` has made them all; None where they are to be made again."""
 
     def usable(self) -> np.ndarray:
         counts = DropCounts(self._path, self.num_rows, places=self._rows.places, faults=Faults("skip"))
         samples = self._stage.make_samples(self._rows, counts)
         found = kept_rows(self._stage, self.num_rows, len(samples), counts)
         _check_dropped_by_length(counts)
+        # else the counts of a part are not known: how many of its rows are cut, say
+        if self._stage.row_by_row and not (counts.cut or counts.forgetful or counts.num_ranked):
+            self._sample_of = dict(zip(found, samples))
         return np.unique(np.array(found, "int64"))
 
     def samples(self, numbers: np.ndarray | None, part: str, faults: Faults) -> LoadedSamples:
@@ -184,7 +189,11 @@ class RowsInMemory:
             if token:
                 found.append((where, token))
         counts = DropCounts(self._path, len(rows), places=places, faults=faults, unread=faults.total, part=part)
-        return stage.make_samples(rows, counts), counts, warning(found, len(found))
+        if numbers is not None and self._sample_of is not None and all(n in self._sample_of for n in numbers.tolist()):
+            samples: Sequence[Any] = [self._sample_of[number] for number in numbers.tolist()]
+        else:
+            samples = stage.make_samples(rows, counts)
+        return samples, counts, warning(found, len(found))
 
 
 class RowsOnDisk:

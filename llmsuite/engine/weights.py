@@ -91,7 +91,7 @@ def initial_weights(
             model_plan.seed,
             shapes,
             model_plan.lora.adapter_config,
-            shard_plan.embedding,
+            shard_plan,
             base_format,
             quantised,
         )

@@ -64,6 +64,10 @@ class AdapterConfig:
     """True for a scale of alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023, arXiv 2312.03732)."""
     lora_plus_ratio: float = 1.0
     """Learning rate of a factor B divided by that of A (LoRA+, Hayou et al. 2024, arXiv 2402.12354)."""
+    share_first: bool = False
+    """True where the matrices of one input share A, see `llmsuite.adapters.shared_first`."""
+    init_shards: int = 1
+    """Number of parts of A, each of which starts as that of a matrix with its own inputs only."""
 
     @property
     def scale(self) -> float:
@@ -88,6 +92,8 @@ class AdaptedModel:
     """Maps a matrix, or full columns of it, to what the model multiplies by: other values where it is quantised."""
     rounds_in_full: bool = False
     """True where `rounded` needs full matrices, because the scales of all columns depend on each other."""
+    is_cut_by_inputs: Callable[[str], bool] = lambda module: False
+    """Returns True for the name of a matrix that tensor parallelism cuts along its inputs."""
 
 
 class PaddleNlpFiles:

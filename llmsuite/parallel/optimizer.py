@@ -162,10 +162,15 @@ class Optimizer(BaseOptimizer):
         """
         # in the order of the shards, which is the same on all ranks: reductions that have not started do so here
         finished = [(s, gradient) for s in self.shards if (gradient := s.finish_gradient()) is not None]
-        # every element counts once in the norm, however many ranks hold it
+        finished = _sum_over_copies(finished)
+        # every element counts once in the norm, however many ranks hold it, and of copies that of the first one
         by_replicas: dict[int, list[Tensor]] = {}
+        counted = set[str]()
         for shard, gradient in finished:
-            by_replicas.setdefault(shard.replica_count, []).append(gradient)
+            if shard.shared_as not in counted:
+                by_replicas.setdefault(shard.replica_count, []).append(gradient)
+            if shard.shared_as:
+                counted.add(shard.shared_as)
         squares = [
             self._ops.square_sum(gradients, 1.0 / weight).astype("float64") / paddle.full([], count, "float64")
             for count, gradients in by_replicas.items()
@@ -312,6 +317,16 @@ class Optimizer(BaseOptimizer):
                 slots[_paddle_name(entry.shard.name, entry.slot)] = value
         # Paddle's optimizer takes them when a parameter has its first gradient
         self._paddle.set_state_dict(slots)
+
+
+def _sum_over_copies(finished: list[tuple[ParameterShard, Tensor]]) -> list[tuple[ParameterShard, Tensor]]:
+    """The gradients with, for each copy of a parameter, the sum over its copies, in memory of its own."""
+    of_copies: dict[str, list[Tensor]] = {}
+    for shard, gradient in finished:
+        if shard.shared_as:
+            of_copies.setdefault(shard.shared_as, []).append(gradient)
+    sums = {name: paddle.add_n(gradients) for name, gradients in of_copies.items()}
+    return [(shard, sums[shard.shared_as].clone() if shard.shared_as else gradient) for shard, gradient in finished]
 
 
 def _paddle_name(name: str, slot: str) -> str:

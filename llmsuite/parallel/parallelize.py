@@ -11,7 +11,9 @@ import dataclasses
 from collections.abc import Collection
 from typing import Any, Literal
 
+from llmsuite.adapters.lora import FIRST_FACTOR
 from llmsuite.adapters.parameters import shard_dim
+from llmsuite.adapters.shared_first import first_of
 from llmsuite.base.typing import ReadSlice, Tensor
 from llmsuite.devices.ops import Ops
 from llmsuite.models.linear_ops import use_linear_ops
@@ -49,6 +51,8 @@ class Strategy:
     """Names of the parameters that an optimizer will get; the others are frozen."""
     master_weights: bool
     """True where the optimizer updates float32 copies of 16-bit parameters."""
+    shares_first_factors: bool
+    """True where the adapters of matrices with one input share a factor."""
     is_tied: bool
     """True where the logits are made with the weight of the embedding."""
     shares_embedding: bool
@@ -156,6 +160,12 @@ def _recompute(model: Any, strategy: Strategy) -> None:
         recompute_attention(model, strategy.shard_plan)
 
 
+def _shared_as(name: str) -> str:
+    """The name that the copies of a shared factor A have; empty for other parameters."""
+    module, _, kind = name.rpartition(".")
+    return f"{first_of(module)}.{kind}" if kind == FIRST_FACTOR else ""
+
+
 def _shard_parameter(name: str, parameter: Tensor, strategy: Strategy) -> ParameterShard:
     plan = strategy.shard_plan
     mesh = strategy.mesh
@@ -163,6 +173,7 @@ def _shard_parameter(name: str, parameter: Tensor, strategy: Strategy) -> Parame
         is_tied=strategy.shares_embedding and name == f"{plan.embedding}.weight",
         is_frozen=name not in strategy.trained,
         keeps_master=strategy.master_weights,
+        shared_as=_shared_as(name) if strategy.shares_first_factors else "",
     )
     own_mesh = mesh.expert_mesh if plan.is_expert(name) else mesh
     if strategy.slices:

@@ -42,6 +42,9 @@ class ShardOptions:
     """True where no optimizer gets it. Only stage 3 shards such a parameter."""
     keeps_master: bool = True
     """`train.master_weights`: true where the optimizer updates a float32 copy of a 16-bit parameter."""
+    shared_as: str = ""
+    """Name that all copies of one parameter have: each of them is updated by the sum of their gradients. Copies have
+    the same shape, and lie on the same ranks. Empty for a parameter without copies."""
 
 
 TRAINED = ShardOptions()
@@ -69,6 +72,7 @@ class ParameterShard:
             options: use of the parameter.
         """
         self.name = name
+        self.shared_as = options.shared_as
         self.parameter = parameter
         self._mesh = mesh
         stage = sharding_stage_of(name, stage)

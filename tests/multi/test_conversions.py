@@ -8,6 +8,7 @@ teach.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,8 @@ def test_losses_of_other_suites(suite: str, runner: Runner, tmp_path: Path) -> N
     recipe = tmp_path / "recipe.json"
     file.write_text(text, encoding="utf-8")
     action = "from-swift" if suite == "megatron" else f"from-{suite}"
-    runner.run("recipe", action, str(file), "-o", str(recipe))
+    words = ("--leave_out", "train_dataset_type") if suite == "paddleformers" else ()  # the rows have no tools
+    runner.run("recipe", action, str(file), "-o", str(recipe), *words)
     runner.run("run", str(recipe), "--device=cpu", "--model.preset=null")  # the name is that of a larger model
     ours = [record["loss"] for record in runner.metrics(suite)]
     by_hand = first_loss(tmp_path / MODEL, tmp_path / "rows/train.jsonl", apart=suite == "paddleformers")
@@ -66,6 +68,27 @@ def test_losses_of_other_suites(suite: str, runner: Runner, tmp_path: Path) -> N
         theirs = json.loads((REFERENCE / "conversions/llamafactory.json").read_text(encoding="utf-8"))
         assert theirs["arguments"] == FILES[suite]
         assert ours == pytest.approx(theirs["losses"], rel=2e-6)
+
+
+def test_dpo_of_swift_starts(runner: Runner, tmp_path: Path) -> None:
+    """In the first step the model is the reference, so each pair has the loss ln 2."""
+    write_inputs(tmp_path)
+    pairs = [{"question": f"Say {i}.", "answer_zh": f"{i} 😀", "answer_en": f"{i}"} for i in range(8)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs), encoding="utf-8")
+    values = {
+        **FILES["swift"], "command": "swift rlhf", "rlhf_type": "dpo", "model": str(tmp_path / MODEL),
+        "dataset": "hjh0119/shareAI-Llama3-DPO-zh-en-emoji", "max_steps": 3, "gradient_accumulation_steps": 4,
+        "save_steps": 3, "output_dir": str(runner.directory / "dpo-swift"),
+    }  # fmt: skip
+    file = tmp_path / "dpo.yaml"
+    recipe = tmp_path / "recipe.json"
+    file.write_text(json.dumps(values), encoding="utf-8")
+    runner.run("recipe", "from-swift", str(file), "-o", str(recipe))
+    # rows as those of the data set; the name of the model is that of a larger one
+    runner.run("run", str(recipe), f"--data.train={tmp_path / 'pairs.jsonl'}", "--device=cpu", "--model.preset=null")
+    ours = [record["loss"] for record in runner.metrics("dpo-swift")]
+    assert ours[0] == pytest.approx(math.log(2), rel=1e-6)
+    assert ours[-1] < ours[0] - 0.01
 
 
 @pytest.mark.parametrize("suite", ["swift", "trl"])

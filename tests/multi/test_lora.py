@@ -27,6 +27,7 @@ from tests.support.lora_meshes import (
     PP,
     PREFERENCE,
     RECOMPUTE,
+    SHARED,
     SOME,
     SP,
     STATIC,
@@ -47,6 +48,7 @@ ONES = {
     "dpo": case("dpo", words=("--train.micro_batch_size=8",), **PREFERENCE),
     "nf4": case("nf4", words=("--train.micro_batch_size=8",), **NF4),
     "dropout": case("dropout", words=("--train.micro_batch_size=8",), **DROPOUT),
+    "shared": case("shared", words=("--train.micro_batch_size=8",), **SHARED),
     "lokr": case("lokr", words=("--train.micro_batch_size=8",), **LOKR),
     "dora": case("dora", words=("--train.micro_batch_size=8",), **DORA),
     "experts": case("experts", words=("--train.micro_batch_size=8",), **EXPERTS),
@@ -69,6 +71,12 @@ MANY: dict[str, tuple[str, Case]] = {
         "dropout",
         case("dropout-tp", 2, {**TP, **SP}, (RECOMPUTE,), **DROPOUT),
     ),
+    "shared, tp2, sequence parallel, recompute": (
+        "shared",
+        case("shared-tp", 2, {**TP, **SP}, (RECOMPUTE,), **SHARED),
+    ),
+    "shared, stage2": ("shared", case("shared-stage2", 2, {"sharding": "stage2"}, **SHARED)),
+    "shared, stage3, recompute": ("shared", case("shared-stage3", 2, {"sharding": "stage3"}, (RECOMPUTE,), **SHARED)),
     "nf4 experts, ep2, stage3": (
         "nf4 experts",
         case("nf4-experts-stage3", 2, {**EP, "sharding": "stage3"}, (RECOMPUTE,), **NF4_EXPERTS),
@@ -93,7 +101,8 @@ MANY = few(
     MANY,
     "dora, tp2, sequence parallel", "lokr, tp2, sequence parallel", "ends, pp2", "nf4 experts, ep2, stage3",
     "experts, ep2, stage3", "nf4, tp2, sequence parallel, recompute",
-    "doubled experts, ep2, stage3", "int8, stage3, recompute",
+    "doubled experts, ep2, stage3", "int8, stage3, recompute", "shared, tp2, sequence parallel, recompute",
+    "shared, stage3, recompute",
 )  # fmt: skip
 CONTINUED: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "adamw": (ADAMW, {**TP, **SP}),  # type: ignore[dict-item]
@@ -132,6 +141,17 @@ def test_a_strategy_equals_one_process(runner: Runner, failed: dict[str, str], n
         metrics = dict.fromkeys(("loss", "grad_norm"), 1e-3)
     found = compare(runner, one, many.name, STEM, limit, metric_limits=metrics)
     assert found.problems == []
+
+
+def test_copies_of_a_shared_factor_stay_equal(runner: Runner, failed: dict[str, str]) -> None:
+    assert "shared" not in failed, failed["shared"]
+    values = runner.weights("shared", STEPS, STEM)
+    firsts = {name: value for name, value in values.items() if ".q_proj.lora_A" in name or ".gate_proj.lora_A" in name}
+    assert len(firsts) == 8, "two for each of four layers"
+    for name, value in firsts.items():
+        for first, others in (("q_proj", ("k_proj", "v_proj")), ("gate_proj", ("up_proj",))):
+            for other in others if first in name else ():
+                assert value.tobytes() == values[name.replace(first, other)].tobytes(), name
 
 
 def test_nothing_is_sent_for_the_gradients_of_the_base(runner: Runner, failed: dict[str, str]) -> None:

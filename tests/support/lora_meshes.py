@@ -18,6 +18,11 @@ SOME = {"run": ('--lora.target_modules=["layers.2.*", "layers.3.mlp.up_proj"]', 
 # packed rows: which documents are in a row depends on nothing but the data, but where a row is in a batch does
 DROPOUT = {"run": ("--lora.dropout=0.25", "--data.packing=best_fit")}
 PREFERENCE = {"stage": "dpo"}
+# with a norm that is clipped, and one mask for the matrices that share A
+SHARED = {
+    **ADAMW,
+    "run": ("--lora.share_first=true", "--lora.dropout=0.25", "--train.max_grad_norm=0.1"),
+}
 EP = {"expert_parallel_degree": 2}
 # routed experts, and one matrix of shared and dense ones
 EXPERTS = {**ADAMW, "family": "deepseek", "run": ('--lora.target_modules=["experts.*", "o_proj", "down_proj"]',)}

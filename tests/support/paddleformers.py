@@ -6,13 +6,14 @@ from typing import Any
 
 BARE: dict[str, Any] = {
     "model_name_or_path": "Qwen/Qwen3-0.6B", "do_train": True, "train_dataset_path": "train.jsonl", "stage": "SFT",
+    "template": "qwen3_nothink",
 }  # fmt: skip
 
 
 SFT: dict[str, Any] = {
     **BARE, "train_dataset_type": "erniekit", "train_dataset_prob": "1.0", "eval_dataset_type": "erniekit",
     "eval_dataset_path": "eval.jsonl", "eval_dataset_prob": "1.0", "max_seq_len": 8192, "packing": True,
-    "mix_strategy": "concat", "template": "qwen3_nothink", "template_backend": "custom",
+    "mix_strategy": "concat", "template_backend": "custom",
     "_attn_implementation": "flashmask", "stage": "SFT", "fine_tuning": "full", "seed": 23, "do_eval": True,
     "per_device_eval_batch_size": 1, "per_device_train_batch_size": 1, "num_train_epochs": 1, "max_steps": -1,
     "eval_steps": 100, "evaluation_strategy": "steps", "save_steps": 50, "save_strategy": "steps", "logging_steps": 1,
@@ -25,4 +26,4 @@ SFT: dict[str, Any] = {
     "clear_every_step_cache": True, "use_expert_parallel": True, "expert_model_parallel_size": 4, "split_param": True,
     "tp_sync_param": True, "loss_subbatch_sequence_length": 8192, "use_fused_head_and_loss_fn": True,
 }  # fmt: skip
-DPO = {**SFT, "stage": "DPO", "loss_type": "sigmoid", "reference_free": False}
+DPO = {**SFT, "stage": "DPO", "packing": False, "loss_type": "sigmoid", "reference_free": False}

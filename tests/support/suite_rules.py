@@ -1,9 +1,10 @@
 """The tokens that other suites train on, by a few facts of each.
 
 The facts are those of LLaMA-Factory ff6d4d12 (`data/template.py`, `data/processor`), ms-swift 3602360a
-(`template/base.py`, `template/templates`, `loss_scale`) and Axolotl 067b021c (`prompt_strategies/chat_template.py`).
+(`template/base.py`, `template/templates`, `loss_scale`), Axolotl 067b021c (`prompt_strategies/chat_template.py`),
+and PaddleFormers 1.2.0 (`datasets/template`, `datasets/SFTDataset.py`, `datasets/DPODataset.py`).
 The rules here gave the same tokens and supervised positions as their own functions for questions and answers in turn,
-with the tokenizers of Qwen3 and Llama 3.
+with the tokenizers of Qwen3 and Llama 3; for PaddleFormers with the tokenizer below.
 """
 
 from __future__ import annotations
@@ -116,6 +117,31 @@ class LlamaFactory:
         return _apart(parts, encoder)
 
 
+@dataclasses.dataclass(frozen=True)
+class PaddleFormers:
+    """As LLaMA-Factory, but earlier answers keep their thoughts, and each without one begins by an empty one."""
+
+    form: Form
+    has_thoughts: bool = False
+
+    def tokens(self, turns: Sequence[Turn], encoder: Tokenizer, last_only: bool) -> Sequence_ | None:
+        """The row that is trained on; None if it is left out."""
+        found = _pairs(turns)
+        if found is None:
+            return None
+        system, rounds = found
+        parts = [(self.form.prefix, False)]
+        if system:
+            parts.append((self.form.system.format(system), False))
+        for i, (question, answer) in enumerate(rounds):
+            is_trained = i == len(rounds) - 1 or not last_only
+            parts.append((self.form.user.format(question), False))
+            if self.has_thoughts and "<think>" not in answer and "</think>" not in answer:
+                parts.append((EMPTY_THOUGHT, is_trained))
+            parts += [(answer, is_trained), (self.form.end, is_trained)]
+        return _apart(parts, encoder)
+
+
 def _without_thought(answer: str) -> str:
     """An earlier answer where only the last one is trained on."""
     while answer.count("<think>\n") and "\n</think>\n\n" in answer.split("<think>\n", 1)[1]:
@@ -219,4 +245,4 @@ class Axolotl:
         return ids
 
 
-Rule = LlamaFactory | Swift | Axolotl
+Rule = LlamaFactory | Swift | Axolotl | PaddleFormers

@@ -47,6 +47,14 @@ class LoraSection(Section):
     it does not depend on the mesh or the micro-batch size."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead of alpha / rank (rsLoRA, Kalajdzievski 2023, arXiv 2312.03732)."""
+    share_first: bool = False
+    """One factor A for all matrices of one input: for q_proj, k_proj and v_proj, and for gate_proj and up_proj. So are
+    adapters where these are one matrix, as in Megatron-LM and PaddleFormers. The files of the adapters have a copy of A
+    for each matrix. It needs method lora with init default."""
+    init_shards: PositiveInt = 1
+    """With method lora and init default: start A of matrices that tensor parallelism cuts along their inputs (o_proj
+    and down_proj) as this many matrices, each with the variance for its own inputs, so that A has this many times the
+    variance. Megatron-LM and PaddleFormers start so with that tensor parallel degree. It is no degree of this run."""
     target_modules: list[str] | None = None
     """Matrices that get an adapter: patterns that match a module name, or its end after a dot, such as "q_proj",
     "layers.0.mlp.*" or "experts.*" (one adapter for each routed expert). "embed_tokens" and "lm_head" are allowed.
@@ -91,7 +99,14 @@ class LoraSection(Section):
         """Method, rank and scale of the adapters; for a section that sets a rank."""
         assert self.rank is not None
         return AdapterConfig(
-            self.adapter_method, self.rank, self.alpha, self.dropout, self.rslora, self.lora_plus_ratio
+            self.adapter_method,
+            self.rank,
+            self.alpha,
+            self.dropout,
+            self.rslora,
+            self.lora_plus_ratio,
+            self.share_first,
+            self.init_shards,
         )
 
     def problems(self) -> Iterator[tuple[str, str]]:
@@ -101,6 +116,12 @@ class LoraSection(Section):
             yield "modules_to_save", "is empty; name modules, or remove it"
         if self.init != "default" and self.method != "lora":
             yield "init", f"is {self.init}, which needs lora.method lora; set it to default, or lora.method to lora"
+        if (self.method, self.init) != ("lora", "default"):
+            needed = "which needs lora.method lora and lora.init default; set these, or remove it"
+            if self.share_first:
+                yield "share_first", f"is true, {needed}"
+            if self.init_shards != 1:
+                yield "init_shards", f"is {self.init_shards}, {needed}"
         if self.base_block % 2:
             yield "base_block", f"is {self.base_block}; it has to be even, because two 4-bit values share a byte"
         if self.base_double_quant and self.base_dtype in ("int8", LLM_INT8):

@@ -9,10 +9,19 @@ from typing import Any
 
 from llmsuite.base.errors import UserError
 from llmsuite.plugins.suites import llamafactory_arguments, llamafactory_data, model, trainer
-from llmsuite.plugins.suites.conversion.end_tokens import end_of_sequence
 from llmsuite.plugins.suites.conversion.kinds import is_on
 from llmsuite.plugins.suites.suite import Run, Suite
-from llmsuite.plugins.suites.turn_texts import CHATML, EACH_ANSWER, KEEPS_ENDS, LAST_ANSWER, LLAMA_3, Form, turns_text
+from llmsuite.plugins.suites.turn_texts import (
+    CHATML,
+    EACH_ANSWER,
+    EMPTY_THOUGHT,
+    KEEPS_ENDS,
+    LAST_ANSWER,
+    LLAMA_3,
+    Form,
+    check_tokens,
+    turns_text,
+)
 
 _DEFAULTS = trainer.Defaults(recompute=True)
 _STAGES = {"pt": "pretrain", "sft": "sft", "dpo": "dpo", "kto": "kto"}
@@ -28,9 +37,6 @@ _TEMPLATES: Mapping[str, tuple[Form, str | None]] = {
     "llama3": (LLAMA_3, None),
 }
 """Templates -> what they write around turns, and the system turn of rows without one."""
-_MODELS = {CHATML: r"qwen-?(1\.5|2|2\.5|3)-|smollm", LLAMA_3: r"llama-?3"}
-"""Pattern of the models whose tokenizers have the tokens of a form; of the others whose end-of-sequence token is known,
-none has them."""
 _WITH_QWEN = r"qwen-?2\.5-[\d.]+b-instruct/?$"
 """Models of whose tokenizers' template LLaMA-Factory makes its template qwen."""
 _NEAREST = {
@@ -39,16 +45,6 @@ _NEAREST = {
     "phi4": "phi4",
 }  # fmt: skip
 """Templates for the same models that differ, such as in spaces, tools or a default system turn."""
-_EMPTY_THOUGHT = (
-    "{%- if '<think>' not in content and '</think>' not in content %}"
-    # its white space would be joined with that of the thought, of which LLaMA-Factory makes tokens of their own
-    "{%- if content[:1] | trim != content[:1] %}"
-    "{{- raise_exception('this template writes no answer without a thought that begins with white space') }}"
-    "{%- endif %}"
-    "{%- set content = '<think>\\n\\n</think>\\n\\n' + content %}"
-    "{%- endif %}"
-)
-"""Text that begins an answer without a thought by an empty one, which is supervised."""
 _OF_LAST_TURN = (
     "{%- if not loop.last %}"
     "{%- if '<think>' in content %}"
@@ -56,7 +52,7 @@ _OF_LAST_TURN = (
     "{%- endif %}"
     "{%- set content = content.lstrip('\\n') %}"
     "{%- else %}"
-    f"{_EMPTY_THOUGHT}"
+    f"{EMPTY_THOUGHT}"
     "{%- endif %}"
 )
 """Text with which only the last answer begins so, in stages that train on the last answer alone."""
@@ -276,16 +272,13 @@ def _template(run: Run) -> dict[str, Any]:
         system = str(given)
     elif run.given("default_system") == "":
         system = None
-    if re.search(_MODELS[form], weights, re.IGNORECASE) is None:
-        if end_of_sequence(weights) is not None:
-            run.refuse("template", name, f"writes {form.role[0]}, which is not a token of {weights}")
-        run.note(f"data.chat_template: {form.role[0]} and the others have to be tokens of the tokenizer of {weights}")
+    check_tokens(run, name, form)
     thought = ""
     if name == "qwen3":
         if "enable_thinking" in run.left and not is_on(run.left["enable_thinking"]):
             run.refuse("enable_thinking", run.left["enable_thinking"], "removes thoughts; nearest key: "
                                                                        "data.chat_template")  # fmt: skip
-        thought = _EMPTY_THOUGHT if run.section == "sft" else _OF_LAST_TURN
+        thought = EMPTY_THOUGHT if run.section == "sft" else _OF_LAST_TURN
     run.note("data.chat_template: the text of LLaMA-Factory's template, which refuses rows that it does not write "
              "alike; what it has in {% generation %} is supervised")  # fmt: skip
     answer = EACH_ANSWER if run.section == "sft" else LAST_ANSWER

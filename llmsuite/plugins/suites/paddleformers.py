@@ -10,10 +10,21 @@ from llmsuite.base.errors import UserError
 from llmsuite.plugins.suites import model, paddleformers_arguments, trainer
 from llmsuite.plugins.suites.conversion.kinds import is_on
 from llmsuite.plugins.suites.suite import Run, Suite
+from llmsuite.plugins.suites.turn_texts import (
+    CHATML,
+    EACH_ANSWER,
+    EMPTY_THOUGHT,
+    KEEPS_ENDS,
+    LAST_ANSWER,
+    LLAMA_3,
+    Form,
+    check_tokens,
+    turns_text,
+)
 
 _DEFAULTS = trainer.Defaults(num_epochs=1, precision="bf16", has_bitsandbytes=False)
 _STAGES = {"sft": "sft", "dpo": "dpo", "pt": "pretrain"}
-_TEMPLATES = {"qwen3_nothink": "chatml", "llama3": "llama3"}
+_TEMPLATES: Mapping[str, Form] = {"qwen3": CHATML, "qwen3_nothink": CHATML, "llama3": LLAMA_3}
 _LOSSES = {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo_mean", "simpo": "simpo"}
 _OFFLOAD = ("tensorwise_offload_optimizer", "optimizer_cpu_offload", "offload_optim")
 _LENGTH = 4096
@@ -71,7 +82,7 @@ def _recipe(run: Run) -> dict[str, Any]:
     if own:
         recipe[run.section] = own
     if adapters:
-        recipe["lora"] = _lora(run)
+        recipe["lora"] = _lora(run, parallel)
     recipe["checkpoint"] = trainer.checkpoint(run, has_eval, _DEFAULTS)
     recipe |= trainer.ends(run)
     device = run.take("device")
@@ -190,23 +201,47 @@ def _data(run: Run) -> dict[str, Any]:
             run.refuse("packing", False, "samples are cut from the concatenated documents")
         run.take("template"), run.take("template_backend")
         return found | trainer.loading(run)
-    if packs:
+    if packs and run.section == "dpo":
+        why = "a pack has prompts with both answers, and the loss is a mean over each pack; a pack of pairs is two rows"
+        run.refuse("packing", True, f"{why} here")
+    elif packs:
         found["packing"] = "best_fit"
-        if run.section == "dpo":
-            run.note(
-                "data.packing: a sample is two rows of data.max_length, where PaddleFormers fills one with prompt and "
-                "both answers; it has up to twice as many pairs"
-            )
+    elif run.section == "dpo" or run.given("dataset_type") != "map":
+        _repeat_last(run)
+    if run.section == "dpo":
+        run.note("data.max_length: is for a prompt with one answer; there, for a prompt with both")
+    return found | _template(run) | trainer.loading(run)
+
+
+def _repeat_last(run: Run) -> None:
+    """Report the last row of an epoch, which PaddleFormers reads twice; refuse several epochs."""
+    run.note("data: a step that the rows of an epoch do not fill takes rows of the next one; there it first takes the "
+             "last row again")  # fmt: skip
+    epochs = run.given("num_train_epochs")
+    if isinstance(epochs, (int, float)) and epochs > 1:
+        run.refuse("num_train_epochs", epochs, "the last row of each epoch is read twice there; set packing")
+
+
+def _template(run: Run) -> dict[str, Any]:
+    """Return `data.chat_template`, and how answers end: the text of PaddleFormers' template."""
     backend = run.take("template_backend") or "custom"
     name = run.take("template")
-    if backend == "custom" and name is not None:
-        if name not in _TEMPLATES:
-            why = "is a template of PaddleFormers; to use the tokenizer's template, leave it out"
-            run.refuse("template", name, why)
-        elif _TEMPLATES[name] == "chatml":
-            run.note("data.chat_template: the line break after an answer's <|im_end|> is not supervised; there it is")
-        found["chat_template"] = _TEMPLATES.get(name, "tokenizer")
-    return found | trainer.loading(run)
+    if backend != "custom":
+        run.refuse("template_backend", backend, "adds the end-of-sequence token to what the chat template writes")
+        return {}
+    if name is None:
+        run.refuse("template", "not given", "PaddleFormers makes one of the tokenizer's by rules of its own; name it")
+        return {}
+    if name not in _TEMPLATES:
+        run.refuse("template", name, "is a template of PaddleFormers; to use the tokenizer's template, leave it out")
+        return {}
+    check_tokens(run, name, _TEMPLATES[name])
+    run.note("data.chat_template: the text of PaddleFormers' template, which refuses rows that it does not write "
+             "alike; what it has in {% generation %} is supervised. With `label` 0 for the last answer, its end is "
+             "supervised there")  # fmt: skip
+    thought = EMPTY_THOUGHT if name == "qwen3" else ""
+    answer = EACH_ANSWER if run.section == "sft" else LAST_ANSWER
+    return {"chat_template": turns_text(_TEMPLATES[name], None, thought, answer)} | KEEPS_ENDS
 
 
 def _own_section(run: Run) -> dict[str, Any]:
@@ -238,7 +273,7 @@ def _own_section(run: Run) -> dict[str, Any]:
     return own
 
 
-def _lora(run: Run) -> dict[str, Any]:
+def _lora(run: Run, parallel: Mapping[str, Any]) -> dict[str, Any]:
     rank = run.integer("lora_rank", 8)
     plus = run.flag("rslora_plus")
     rslora = run.flag("rslora") or plus
@@ -252,6 +287,11 @@ def _lora(run: Run) -> dict[str, Any]:
     ratio = 4.0 if plus else ratio
     if ratio != 1:
         found["lora_plus_ratio"] = float(ratio)
+    if run.family.name == "qwen":
+        found["share_first"] = True  # its matrices of one input are one matrix there
+    degree = parallel.get("tensor_parallel_degree", 1)
+    if degree > 1:
+        found["init_shards"] = degree
     if run.family.name not in ("llama", "qwen"):
         run.refuse("fine_tuning", "LoRA", f"the matrices that get adapters in {run.family.name} there are not known")
     return found

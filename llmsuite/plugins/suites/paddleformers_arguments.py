@@ -38,6 +38,9 @@ REFUSED: Mapping[str, Refusal] = {
     "freeze_config": Refusal("supported are full fine-tuning and adapters"),
     "mix_strategy": Refusal("the rows of one file are read in order", lambda value: value not in (None, "concat")),
     "dataset_type": Refusal("nearest key: data.train", lambda value: value not in (None, "iterable", "map")),
+    "train_dataset_type": Refusal(
+        "its rows may have tools, which PaddleFormers writes in its own format", lambda value: value == "messages"
+    ),
     "input_dir": Refusal("nearest key: data.train, the prefix of an indexed corpus; see recipe from-paddlenlp"),
     "make_offline_data": Refusal("trains nothing; tokens are cached by content: LLMSUITE_CACHE"),
     "use_template": Refusal("nearest key: data.chat_template plain", lambda value: value is False),

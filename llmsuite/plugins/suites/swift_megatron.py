@@ -31,7 +31,8 @@ def _stage(values: Mapping[str, Any], name: str, requested: str | None) -> str:
     command = str(values.get("command"))
     refused = f"{name}: no recipe is this job of ms-swift"
     if command in ("megatron sft", "megatron pt"):
-        return requested or "sft"
+        stage = requested or "sft"
+        return "lora" if stage == "sft" and values.get("tuner_type") == "lora" else stage
     kind = str(values.get("rlhf_type") or "dpo")
     if kind not in _STAGES:
         raise UserError(f"{refused}: rlhf_type {kind} {swift.without_stage(kind)}")
@@ -41,11 +42,10 @@ def _stage(values: Mapping[str, Any], name: str, requested: str | None) -> str:
 def _recipe(run: Run) -> dict[str, Any]:
     kind = swift.kind_of_tuner(run, "full")
     run.take("command"), run.take("rlhf_type")
-    if kind == "lora":
-        why = "its Megatron model has adapters on fused matrices: queries, keys and values; gate and up"
-        run.refuse("tuner_type", kind, why)
-    elif kind != "full":
-        run.refuse("tuner_type", kind, "supported is full fine-tuning (full)")
+    if kind == "lora" and run.stage != "lora":
+        run.refuse("tuner_type", kind, "adapters have dropout there; with adapters only megatron sft is converted")
+    elif kind not in ("full", "lora"):
+        run.refuse("tuner_type", kind, "supported are full fine-tuning (full) and adapters (lora)")
     hub = swift.hub_of(run)
     defaults = trainer.Defaults(
         learning_rate=1e-5, micro_batch_size=1, lr_schedule="cosine", weight_decay=0.1, adam_beta2=0.95,
@@ -80,9 +80,29 @@ def _recipe(run: Run) -> dict[str, Any]:
     if own:
         recipe[run.section] = own
         swift.average_micro_batches(run, recipe)
+    if kind == "lora":
+        recipe["lora"] = _lora(run, parallel)
     recipe["checkpoint"] = trainer.checkpoint(run, swift.has_evaluation(recipe), defaults)
     recipe |= trainer.ends(run)
     return {key: value for key, value in recipe.items() if value != {}}
+
+
+def _lora(run: Run, parallel: Mapping[str, Any]) -> dict[str, Any]:
+    """Return section `lora`. Queries, keys and values are one matrix there, and so are gate and up."""
+    found: dict[str, Any] = {"rank": run.integer("lora_rank", 8), "alpha": float(run.number("lora_alpha", 32))}
+    found |= model.dropout(run, 0.05)
+    if run.flag("use_rslora"):
+        found["rslora"] = True
+    found["share_first"] = True
+    degree = parallel.get("tensor_parallel_degree", 1)
+    if degree > 1:
+        found["init_shards"] = degree
+    names = run.words("target_modules") or ["all-linear"]
+    if names != ["all-linear"]:
+        run.refuse("target_modules", ", ".join(names), "names matrices of Megatron's model; supported is all-linear")
+    elif run.has_experts:
+        found["target_modules"] = ["*_proj"]  # with those of routed experts
+    return found
 
 
 def _parallel(run: Run) -> dict[str, Any]:

@@ -8,6 +8,11 @@ and has `{% generation %}` around what a suite supervises: an answer, and all th
 from __future__ import annotations
 
 import dataclasses
+import re
+from typing import Any
+
+from llmsuite.plugins.suites.conversion.end_tokens import end_of_sequence
+from llmsuite.plugins.suites.suite import Run
 
 KEEPS_ENDS = {"end_of_answer": "template"}
 """Key of section `data` that goes with these texts."""
@@ -29,9 +34,22 @@ class Form:
 
 CHATML = Form("", ("<|im_start|>", "\\n"), "<|im_end|>\\n")
 LLAMA_3 = Form("<|begin_of_text|>", ("<|start_header_id|>", "<|end_header_id|>\\n\\n"), "<|eot_id|>")
+_MODELS = {CHATML: r"qwen-?(1\.5|2|2\.5|3)-|smollm", LLAMA_3: r"llama-?3"}
+"""Pattern of the models whose tokenizers have the tokens of a form; of the others whose end-of-sequence token is known,
+none has them."""
 
 EACH_ANSWER = "{{%- generation %}}{{{{- content + '{end}' }}}}{{%- endgeneration %}}"
 """Text that writes an answer and its end, which are supervised; `{end}` is that of the form."""
+EMPTY_THOUGHT = (
+    "{%- if '<think>' not in content and '</think>' not in content %}"
+    # its white space would be joined with that of the thought, of which the suites make tokens of their own
+    "{%- if content[:1] | trim != content[:1] %}"
+    "{{- raise_exception('this template writes no answer without a thought that begins with white space') }}"
+    "{%- endif %}"
+    "{%- set content = '<think>\\n\\n</think>\\n\\n' + content %}"
+    "{%- endif %}"
+)
+"""Text that begins an answer without a thought by an empty one, which is supervised."""
 LAST_ANSWER = (
     "{{%- if loop.last %}}{{%- generation %}}{{{{- content + '{end}' }}}}{{%- endgeneration %}}"
     # suites make tokens of an answer alone; here they are those of all text up to the last answer
@@ -88,3 +106,13 @@ def turns_text(
 def quoted(text: str) -> str:
     """Return a text as it is written in single quotes of Jinja."""
     return text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n").replace("\r", "\\r")
+
+
+def check_tokens(run: Run, name: Any, form: Form) -> None:
+    """Refuse a `template` whose tokens the tokenizer of the model does not have."""
+    weights = str(run.given(run.suite.model_key))
+    if re.search(_MODELS[form], weights, re.IGNORECASE) is not None:
+        return
+    if end_of_sequence(weights) is not None:
+        run.refuse("template", name, f"writes {form.role[0]}, which is not a token of {weights}")
+    run.note(f"data.chat_template: {form.role[0]} and the others have to be tokens of the tokenizer of {weights}")

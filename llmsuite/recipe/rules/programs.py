@@ -35,6 +35,7 @@ def _not_in_a_step(context: RuleContext) -> Iterator[Violation]:
         ("engine.offload_optimizer", "true", engine.offload_optimizer, "false", by_parts),
         ("train.optimizer", "adamw_8bit", train.optimizer == "adamw_8bit", "adamw", unsupported),
         ("train.master_weights", "false", not train.master_weights, "true", unsupported),
+        ("lora.share_first", "true", recipe.lora.share_first, "false", unsupported),
         ("train.mtp_loss_weight", train.mtp_loss_weight, train.mtp_loss_weight > 0, "0", unsupported),
         ("engine.loss_chunk_tokens", chunk, chunk is not None, "null", unsupported),
         ("train.micro_batch_tokens", train.micro_batch_tokens, train.micro_batch_tokens is not None, "null", ragged),

@@ -388,6 +388,14 @@ def test_any_stage_takes_adapters(plan: Callable[..., RunPlan], stage: str) -> N
         ({"rank": 4, "method": "lokr", "init": "pissa"}, "lora.init", "needs lora.method lora"),
         ({"rank": 4, "method": "dora", "init": "lora_ga"}, "lora.init", "needs lora.method lora"),
         ({"rank": 4, "init": "pissa", "init_batches": 2}, "lora.init_batches", "has no effect with lora.init pissa"),
+        (
+            {"rank": 4, "method": "dora", "share_first": True},
+            "lora.share_first",
+            "needs lora.method lora and lora.init",
+        ),
+        ({"rank": 4, "init": "pissa", "share_first": True}, "lora.share_first", "needs lora.method lora and lora.init"),
+        ({"rank": 4, "method": "dora", "init_shards": 2}, "lora.init_shards", "needs lora.method lora and lora.init"),
+        ({"share_first": True}, "lora.share_first", "has no effect while rank is null"),
         ({"rank": 4, "init_gamma": 16.0}, "lora.init_gamma", "remove it, or set lora.init to lora_ga"),
         (
             {"rank": 4, "init": "lora_ga", "target_modules": ["embed_tokens"]},

@@ -296,7 +296,7 @@ def test_training_begins_with_the_base(made: Any) -> None:
     base = open_model(directory / "base", FAMILIES)
     shapes = {name: p.shape for name, p in model.named_parameters()}
     config = lora.adapter_config
-    read = with_adapter_values(lambda name, shape, index: base.read(name, index), 3, shapes, config, plan.embedding)
+    read = with_adapter_values(lambda name, shape, index: base.read(name, index), 3, shapes, config, plan)
     for name, parameter in model.named_parameters():
         if is_factor(name):
             whole = read(name, parameter.shape, [slice(0, n) for n in parameter.shape])

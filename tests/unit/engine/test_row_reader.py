@@ -19,6 +19,8 @@ from llmsuite.contract.schema.recipe import DataSection
 from llmsuite.data.lazy_sequences import lengths_of
 from llmsuite.data.mixture import Mixture
 from llmsuite.data.row_choice import held_out_rows
+from llmsuite.engine.drop_counts import DropCounts
+from llmsuite.engine.row_reader import RowReader
 from llmsuite.engine.stage import Stage
 from llmsuite.recipe.plans import evaluation_names
 from llmsuite.recipe.resolve import RunPlan
@@ -111,6 +113,29 @@ def test_rows_of_axolotl_are_held_out_after_long_ones_are_dropped(tmp_path: Path
     key = json.dumps
     assert sorted(plain(two[0]), key=key) == sorted(expected["train"], key=key)
     assert sorted(plain(two[1][""]), key=key) == sorted(expected["test"], key=key)
+
+
+class Counting:
+    """A stage that counts the rows of which it makes samples."""
+
+    def __init__(self, stage: Stage[Any]):
+        self._stage = stage
+        self.num_rows = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stage, name)
+
+    def make_samples(self, rows: Sequence[Any], counts: DropCounts) -> Sequence[Any]:
+        self.num_rows += len(rows)
+        return self._stage.make_samples(rows, counts)
+
+
+def test_the_choice_of_axolotl_makes_samples_once(tmp_path: Path, opened: Opened) -> None:
+    path = written(tmp_path, "all", rows_of("sft"))
+    counting = Counting(opened(holdout=0.2, choice="axolotl"))
+    samples, held_out = RowReader(counting).read_all(path, {})
+    assert (len(samples), len(held_out[""])) == (48, 12)
+    assert counting.num_rows == 60
 
 
 def test_rows_that_axolotl_keeps_end_its_choice(tmp_path: Path, opened: Opened, place: str) -> None:

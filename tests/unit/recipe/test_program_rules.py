@@ -160,6 +160,11 @@ def test_on_a_pipeline(registry: Registry, recipe: str, stages: int, schedule: s
         ),
         (
             "llama/sft",
+            ["--lora.rank=4", "--lora.share_first=true"],
+            "lora.share_first: is true, which engine.program step does not support; set it to false, or",
+        ),
+        (
+            "llama/sft",
             ["--engine.offload_optimizer=true"],
             "engine.offload_optimizer: is true, but a compiled step updates all parameters .* set it to false, or",
         ),

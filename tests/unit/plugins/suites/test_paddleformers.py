@@ -16,12 +16,13 @@ OLD = {key: value for key, value in BARE.items() if key != "stage"}
 
 def test_sft_becomes_a_recipe(converted: Converted) -> None:
     found = converted(ACTION, SFT, num_devices=8)
+    assert "<|im_start|>" in found.recipe["data"].pop("chat_template")
     assert found.recipe == {
         "stage": "sft", "source": "PaddleFormers x.yaml",
         "model": {"family": "qwen", "weights": "Qwen/Qwen3-0.6B", "preset": "qwen3-0.6b"},
         "data": {
             "train": "train.jsonl", "eval": "eval.jsonl", "max_length": 8192, "packing": "best_fit",
-            "chat_template": "chatml", "ignore_columns": ["*"],
+            "end_of_answer": "template", "ignore_columns": ["*"],
         },
         "parallel": {
             "tensor_parallel_degree": 2, "pipeline_parallel_degree": 2, "sharding": "stage1", "sequence_parallel": True,
@@ -38,11 +39,14 @@ def test_sft_becomes_a_recipe(converted: Converted) -> None:
 def test_defaults_of_the_suite(converted: Converted) -> None:
     """Adapters, though `lora` says no: `fine_tuning` decides, and is LoRA where it is not given."""
     recipe = converted(ACTION, {**BARE, "lora": False}).recipe
-    assert (recipe["stage"], recipe["lora"]) == ("lora", {"rank": 8, "alpha": 16.0})
+    assert (recipe["stage"], recipe["lora"]) == ("lora", {"rank": 8, "alpha": 16.0, "share_first": True})
     assert recipe["train"] == {
         "num_epochs": 1, "global_batch_size": 8, "micro_batch_size": 8, "learning_rate": 5e-5, "lr_schedule": "linear",
     }  # fmt: skip
-    assert recipe["data"] == {"train": "train.jsonl", "max_length": 4096, "ignore_columns": ["*"]}
+    assert recipe["data"].pop("chat_template")
+    assert recipe["data"] == {
+        "train": "train.jsonl", "max_length": 4096, "end_of_answer": "template", "ignore_columns": ["*"],
+    }  # fmt: skip
     assert recipe["engine"] == {"precision": "bf16"}  # whatever bf16 says
     assert converted(ACTION, {**BARE, "bf16": False}).recipe["engine"] == {"precision": "bf16"}
     assert converted(ACTION, {**BARE, "compute_type": "float32"}).recipe["engine"] == {"precision": "fp32"}
@@ -55,18 +59,35 @@ def test_files_from_before_there_was_a_stage(converted: Converted) -> None:
     assert "lora" not in converted(ACTION, OLD, stage="dpo").recipe
     assert converted(ACTION, {**OLD, "lora": True}, stage="dpo").recipe["lora"]["rank"] == 8
     assert converted(ACTION, OLD, stage="sft").recipe["stage"] == "sft"
-    assert converted(ACTION, OLD, stage="lora").recipe["lora"] == {"rank": 8, "alpha": 16.0}
+    assert converted(ACTION, OLD, stage="lora").recipe["lora"]["alpha"] == 16.0
 
 
 def test_adapters_become_the_section_lora(converted: Converted) -> None:
     def lora(**values: Any) -> Any:
         return converted(ACTION, {**BARE, **values}).recipe["lora"]
 
-    assert lora(lora_rank=32) == {"rank": 32, "alpha": 64.0}
-    assert lora(rslora=True) == {"rank": 8, "alpha": 4.0, "rslora": True}
-    assert lora(rslora_plus=True) == {"rank": 8, "alpha": 4.0, "rslora": True, "lora_plus_ratio": 4.0}
+    llama = {"model_name_or_path": "NousResearch/Meta-Llama-3-8B-Instruct", "template": "llama3"}
+    assert lora(lora_rank=32, **llama) == {"rank": 32, "alpha": 64.0}
+    assert lora(rslora=True, **llama) == {"rank": 8, "alpha": 4.0, "rslora": True}
+    assert lora(rslora_plus=True, **llama) == {"rank": 8, "alpha": 4.0, "rslora": True, "lora_plus_ratio": 4.0}
     found = converted(ACTION, {**BARE, "lora_alpha": 99})
     assert ("lora_alpha", 99, "is not used by its trainers, which use 16") in found.left_out
+
+
+def test_adapters_on_fused_matrices_share_a_factor(converted: Converted) -> None:
+    """Qwen's queries, keys and values are one matrix there. Each tensor parallel rank starts its own rows of A."""
+    recipe = converted(ACTION, {**SFT, "fine_tuning": "lora"}).recipe
+    assert recipe["lora"] == {"rank": 8, "alpha": 16.0, "share_first": True, "init_shards": 2}
+
+
+def test_notes_on_rows(converted: Converted) -> None:
+    def notes(**values: Any) -> str:
+        return " ".join(converted(ACTION, {**SFT, **values}).notes)
+
+    assert "takes the last row again" in notes(packing=False)
+    assert "takes the last row again" not in notes()
+    assert "takes the last row again" not in notes(packing=False, dataset_type="map", num_train_epochs=2)
+    assert "for a prompt with both" in " ".join(converted(ACTION, DPO).notes)
 
 
 def test_dpo_and_pretraining(converted: Converted) -> None:
@@ -117,7 +138,13 @@ def test_arguments_for_experts(converted: Converted) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({**SFT, "template": "qwen3"}, "template = qwen3: is a template of PaddleFormers"),
+        ({**SFT, "template": "ernie"}, "template = ernie: is a template of PaddleFormers"),
+        ({**SFT, "template": None}, "template = not given: PaddleFormers makes one of the tokenizer's by rules of"),
+        ({**SFT, "template_backend": "jinja"}, "template_backend = jinja: adds the end-of-sequence token to what"),
+        ({**SFT, "template": "llama3"}, "template = llama3: writes <|start_header_id|>, which is not a token of"),
+        ({**SFT, "train_dataset_type": "messages"}, "train_dataset_type = messages: its rows may have tools"),
+        ({**SFT, "packing": False, "num_train_epochs": 2}, "num_train_epochs = 2: the last row of each epoch is read"),
+        ({**DPO, "packing": True}, "packing = True: a pack has prompts with both answers"),
         ({**SFT, "model_name_or_path": "Qwen/Qwen3-30B-A3B"}, "there, the config of the model balances its experts"),
         ({**SFT, "model_name_or_path": "baidu/ERNIE-4.5-0.3B-PT", "fine_tuning": "lora"}, "fine_tuning = LoRA"),
         ({**SFT, "train_dataset_path": "a,b"}, "train_dataset_path = a, b: files are mixed by probability"),

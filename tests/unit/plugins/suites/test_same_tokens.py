@@ -17,7 +17,7 @@ from llmsuite.data.chat_template import load_template
 from llmsuite.data.rows import Conversation, Message, Preference, Unpaired
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.engine.stage import DropCounts, Stage, StageContext
-from llmsuite.plugins.suites import axolotl, llamafactory, swift_templates
+from llmsuite.plugins.suites import axolotl, llamafactory, paddleformers, swift_templates
 from llmsuite.plugins.suites.convert import convert
 from llmsuite.plugins.suites.known import SUITES
 from llmsuite.stages.dpo import DpoStage
@@ -30,8 +30,19 @@ from llmsuite.stages.sft import SftStage
 from tests.support import axolotl as axolotl_files
 from tests.support import dpo_case
 from tests.support import llamafactory as llamafactory_files
+from tests.support import paddleformers as paddleformers_files
 from tests.support import swift as swift_files
-from tests.support.suite_rules import CHATML, LLAMA_3, Axolotl, LlamaFactory, Rule, Swift, Turn, tokenizer
+from tests.support.suite_rules import (
+    CHATML,
+    LLAMA_3,
+    Axolotl,
+    LlamaFactory,
+    PaddleFormers,
+    Rule,
+    Swift,
+    Turn,
+    tokenizer,
+)
 
 QWEN = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 QWEN_2 = "You are a helpful assistant."
@@ -110,6 +121,11 @@ def _axolotl(name: str | None, model: str, eos: str, rule: Rule, **more: Any) ->
     return Case("from-axolotl", values, eos, rule, ("sft",))
 
 
+def _paddleformers(name: str, model: str, eos: str, rule: Rule) -> Case:
+    values = {**paddleformers_files.BARE, "model_name_or_path": model, "template": name, "fine_tuning": "full"}
+    return Case("from-paddleformers", values, eos, rule, ("sft", "dpo"))
+
+
 LLAMA_INSTRUCT = "NousResearch/Meta-Llama-3-8B-Instruct"
 PLAIN_CHATML = LlamaFactory(CHATML)
 THINKS = LlamaFactory(CHATML, has_thoughts=True)
@@ -158,6 +174,10 @@ CASES = [
     _axolotl("qwen3", "Qwen/Qwen3-8B-Base", ENDOFTEXT, Axolotl(CHATML, None, has_thoughts=True)),
     _axolotl(None, "Qwen/Qwen2.5-7B-Instruct", IM_END, Axolotl(CHATML, IM_END, QWEN)),
     _axolotl("tokenizer_default", LLAMA_INSTRUCT, EOT, Axolotl(LLAMA_3, EOT, trims=True)),
+    _paddleformers("qwen3", "Qwen/Qwen3-8B", IM_END, PaddleFormers(CHATML, has_thoughts=True)),
+    _paddleformers("qwen3", "Qwen/Qwen3-0.6B-Base", ENDOFTEXT, PaddleFormers(CHATML, has_thoughts=True)),
+    _paddleformers("qwen3_nothink", "Qwen/Qwen3-8B", IM_END, PaddleFormers(CHATML)),
+    _paddleformers("llama3", LLAMA_INSTRUCT, EOT, PaddleFormers(LLAMA_3)),
 ]
 
 
@@ -166,6 +186,7 @@ def test_every_template_of_a_conversion_has_a_case() -> None:
         return {case.values[key] for case in CASES if case.action == action and key in case.values}
 
     assert given("from-llamafactory", "template") - {None} == set(llamafactory._TEMPLATES)
+    assert given("from-paddleformers", "template") == set(paddleformers._TEMPLATES)
     assert given("from-swift", "template") == {*swift_templates._NAMED, "qwen3"}  # "default" is in the next test
     models = given("from-swift", "model")
     assert all(any(swift_templates._form(None, model) == found[1:] for model in models) for found in _forms())
@@ -180,6 +201,8 @@ def _file(case: Case, stage: str) -> dict[str, Any]:
     """The values of a file for another stage of the suite."""
     if case.action == "from-llamafactory":
         return {**case.values, "stage": stage}
+    if case.action == "from-paddleformers":
+        return {**case.values, "stage": stage.upper()}
     if case.action == "from-swift" and stage != "sft":
         values = {**case.values, "command": "swift rlhf", "rlhf_type": stage}
         if stage == "gkd":

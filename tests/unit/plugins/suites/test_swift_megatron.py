@@ -54,6 +54,20 @@ def test_batches_degrees_and_schedule(converted: Converted) -> None:
     assert recipe["data"]["packing"] == "best_fit"
 
 
+def test_adapters_on_fused_matrices_share_a_factor(converted: Converted) -> None:
+    """Queries, keys and values are one matrix there, gate and up too. Each tensor parallel rank starts its own rows of
+    A."""
+    one = converted(ACTION, {**MEGATRON, "tuner_type": "lora", "lora_dropout": 0}).recipe
+    assert (one["stage"], one["lora"]) == ("lora", {"rank": 8, "alpha": 32.0, "share_first": True})
+    values = {**MEGATRON, "tuner_type": "lora", "NPROC_PER_NODE": 2, "tensor_model_parallel_size": 2, "lora_rank": 16}
+    recipe = converted(ACTION, values | {"target_modules": "all-linear", "use_rslora": True}).recipe
+    assert recipe["lora"] == {
+        "rank": 16, "alpha": 32.0, "dropout": 0.05, "rslora": True, "share_first": True, "init_shards": 2,
+    }  # fmt: skip
+    experts = {**MEGATRON, "model": "Qwen/Qwen3-30B-A3B-Instruct-2507", "tuner_type": "lora"}
+    assert converted(ACTION, experts).recipe["lora"]["target_modules"] == ["*_proj"]
+
+
 def test_constant_rates_have_a_warm_up(converted: Converted) -> None:
     """Unlike those of the Trainer of transformers."""
     found = converted(ACTION, {**MEGATRON, "lr_decay_style": "constant", "lr_warmup_iters": 7, "min_lr": 1e-6})
@@ -97,8 +111,12 @@ def test_preference_losses_become_a_stage_and_its_section(converted: Converted) 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({**MEGATRON, "tuner_type": "lora"}, "tuner_type = lora: its Megatron model has adapters on fused matrices"),
-        ({**MEGATRON, "tuner_type": "lora_llm"}, "tuner_type = lora_llm: supported is full"),
+        ({**MEGATRON_DPO, "tuner_type": "lora"}, "tuner_type = lora: adapters have dropout there; with adapters only"),
+        ({**MEGATRON, "tuner_type": "lora_llm"}, "tuner_type = lora_llm: supported are full fine-tuning"),
+        (
+            {**MEGATRON, "tuner_type": "lora", "target_modules": ["linear_qkv", "linear_proj"]},
+            "target_modules = linear_qkv, linear_proj: names matrices of Megatron's model",
+        ),
         ({**MEGATRON, "num_train_epochs": None}, "neither num_train_epochs nor train_iters"),
         ({**MEGATRON, "global_batch_size": 10, "micro_batch_size": 4}, "global_batch_size is 10; expected a multiple"),
         ({**MEGATRON, "gradient_accumulation_steps": 2}, "gradient_accumulation_steps = 2: is no argument of megatron"),
