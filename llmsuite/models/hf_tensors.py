@@ -40,5 +40,5 @@ class HfTensors:
 
 
 def transposed_dims(dims: Sequence[_Dim]) -> tuple[_Dim, ...]:
-    """What is given for each dim of a matrix, or of a stack of matrices, for the transposed ones."""
+    """Values for the dims of a matrix, or of a stack of matrices, in the order of the transposed ones."""
     return (*dims[:-2], *dims[-2:][::-1])

@@ -77,7 +77,8 @@ class InternlmConfig(DenseConfig):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules between the fields, as (field, message)."""
-        if self._is_dynamic and (unknown := set(self.rope_scaling or {}) - _OF_DYNAMIC):
+        unknown = set(self.rope_scaling or {}) - _OF_DYNAMIC
+        if self._is_dynamic and unknown:
             yield "rope_scaling", f"has {', '.join(sorted(unknown))}, which dynamic scaling does not know here"
         yield from super().problems()
 
