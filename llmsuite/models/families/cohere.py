@@ -124,7 +124,7 @@ SMOKE: dict[str, Any] = {
     **SMALL,
     "sliding_window": 24,
     "sliding_window_pattern": 2,
-    "logit_scale": 0.5,
+    "logit_scale": 2.0,
     "tie_word_embeddings": True,
 }
 """Small enough for a laptop, with layers of either kind."""
