@@ -121,9 +121,17 @@ def factor_pairs(adapters: Adapters, family: ModelFamily, config: Any, layout: L
 def check_layout(adapters: Adapters, family: ModelFamily, config: Any) -> None:
     """Raise UserError if adapters of this kind on these modules cannot be saved."""
     method = adapters.config.method
+    all_pairs = factor_pairs(adapters, family, config, "hf")
+    for module, pairs in all_pairs.items():
+        is_expert = family.shard_plan is not None and family.shard_plan.is_expert(f"{module}.weight")
+        if is_expert and pairs[0].index is None:
+            raise UserError(
+                f"lora.target_modules: names {module}; experts of the {family.name} family are one tensor in files, "
+                f"{pairs[0].module}, where adapters have no place: name other modules"
+            )
     if method.stores_pair and not method.stored_vectors:
         return
-    for pair in itertools.chain.from_iterable(factor_pairs(adapters, family, config, "hf").values()):
+    for pair in itertools.chain.from_iterable(all_pairs.values()):
         if not method.stores_pair and pair.num_parts > 1:
             raise UserError(
                 f"lora.target_modules: names {pair.members[0][0]}, a part of {pair.module}, which is one matrix in "

@@ -30,7 +30,7 @@ from llmsuite.checkpoint.tied import check_tied
 from llmsuite.checkpoint.tokenizer_files import tokenizer_of_adapter
 from llmsuite.contract.specs import ModelFamily
 from llmsuite.models.head import EMBEDDING, NO_KEYS, OUTPUT, is_tied
-from llmsuite.models.hf_tensors import HfTensors
+from llmsuite.models.hf_tensors import HfTensors, transposed_dims
 from llmsuite.models.mtp import num_mtp_layers
 from llmsuite.models.protocols import CarriesTensors, HasPaddleNLPNames, HasTiedEmbedding, num_stored_mtp_layers
 
@@ -141,8 +141,8 @@ class ModelDirectory:
         return result
 
     def _read(self, theirs: str, index: Sequence[slice] | None, transposed: bool) -> np.ndarray:
-        value = self.files.read(theirs, index[::-1] if index and transposed else index)
-        return value.T if transposed else value
+        value = self.files.read(theirs, transposed_dims(index) if index and transposed else index)
+        return value.swapaxes(-1, -2) if transposed else value
 
     def stored(self, name: str, transposed: bool, index: int | None = None) -> StoredTensor | None:
         """Return the stored tensor of a parameter, to be copied without conversion; None if that is not possible.
@@ -184,7 +184,7 @@ class ModelDirectory:
         """Return the shape (as in memory) and dtype of a parameter by our name."""
         place = self.tensors[name]
         stored = self.files.spec(place.names[0])
-        shape = stored.shape[::-1] if self._is_transposed(name) else stored.shape
+        shape = transposed_dims(stored.shape) if self._is_transposed(name) else stored.shape
         if place.stacked:
             shape = (len(place.names), *shape)
         elif place.num_parts > 1:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
 import paddle
+import paddle.nn.functional as F
 from paddle import nn
 
 from llmsuite.base.errors import UserError
@@ -26,7 +27,7 @@ from llmsuite.models.exact import describe_module
 from llmsuite.models.head import head_of, is_tied
 from llmsuite.models.linear import Linear
 from llmsuite.models.logit_ops import LogitOps
-from llmsuite.models.rotation import rotation, rotation_at
+from llmsuite.models.rotation import growth_factors, positions, rotation, rotation_at
 
 LayerCache = tuple[Tensor, Tensor]
 AttentionKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, Any], tuple[Tensor, LayerCache]]
@@ -65,6 +66,24 @@ class RMSNorm(nn.Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(x, self.weight, self.eps)
+
+
+class LayerNorm(nn.LayerNorm):
+    """`nn.LayerNorm` with the right gradient where its gain is frozen, as with adapters.
+
+    Workaround for Paddle 3.3.1: on the CPU the gradient of the input omits the gain if the gain itself needs no
+    gradient. So a frozen gain is multiplied outside the operation.
+    """
+
+    def __init__(self, size: int, eps: float, bias: bool = True):
+        super().__init__(size, epsilon=eps, bias_attr=None if bias else False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] to [..., D]."""
+        if x.stop_gradient or not self.weight.stop_gradient:
+            return super().forward(x)
+        x = F.layer_norm(x, self._normalized_shape, epsilon=self._epsilon) * self.weight
+        return x if self.bias is None else x + self.bias
 
 
 class WithCore:
@@ -187,6 +206,19 @@ class GatedMLP(nn.Layer):
         then = self.down_proj if self.rounds_activations else None
         gate, up = self.apply_linears([self.gate_proj, self.up_proj], x, then)
         return self.down_proj(self.swiglu(gate, up))
+
+
+class GeluMLP(nn.Layer):
+    """Two matrices with GELU in its tanh form between them (Hendrycks and Gimpel 2016, arXiv 1606.08415)."""
+
+    def __init__(self, hidden_size: int, width: int, bias: bool):
+        super().__init__()
+        self.up_proj = linear(hidden_size, width, bias)
+        self.down_proj = linear(width, hidden_size, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, L, D] to [B, L, D]."""
+        return self.down_proj(F.gelu(self.up_proj(x), approximate=True))
 
 
 class LayerExecution:
@@ -575,14 +607,18 @@ class RotaryLM(CausalLM):
         layers: Sequence[nn.Layer],
         norm: nn.Layer,
         kinds: Sequence[tuple[int, int | None]] | None = None,
+        growth: tuple[float, int] | None = None,
     ):
         """`config` has the fields of `decoder_config.RotaryConfig` besides those that `CausalLM` needs. `kinds` are the
-        different attentions of its layers, as (index of the rotary table, window); None where all are alike."""
+        different attentions of its layers, as (index of the rotary table, window); None where all are alike. With
+        `growth` (see `shape_spec.GroupedQuery`), which supports one kind, cos and sin of queries come last."""
         super().__init__(config, ops, layers, norm)
         tables = config.rotations()
         chosen = [(0, self.window)] if kinds is None else kinds
         self.windows = tuple(window for _, window in chosen)
         self._rotations = [tables[rotation] for rotation, _ in chosen]
+        self._growth = growth
+        assert growth is None or len(chosen) == 1, "queries of several kinds do not grow"
 
     def layer_inputs(
         self, start: int, length: int, dtype: Any, document_starts: Tensor | None = None
@@ -592,7 +628,13 @@ class RotaryLM(CausalLM):
         masks = self.masks(start, length, dtype, document_starts)
         for (frequencies, scale), mask in zip(self._rotations, masks):
             inputs += [*rotation(frequencies, scale, start, length, dtype, document_starts), mask]
-        return tuple(inputs)
+        if self._growth is None:
+            return tuple(inputs)
+        if document_starts is None:
+            at = paddle.arange(start, start + length).unsqueeze(0)
+        else:
+            at = positions(document_starts)
+        return self._with_queries(inputs, at, dtype)
 
     def layer_inputs_at(self, positions: Tensor, mask: Any, dtype: Any) -> tuple[Tensor | None, ...]:
         """Rotation and mask, of each kind of attention."""
@@ -600,7 +642,13 @@ class RotaryLM(CausalLM):
         inputs: list[Tensor | None] = []
         for (frequencies, scale), own in zip(self._rotations, masks):
             inputs += [*rotation_at(frequencies, scale, positions, dtype), own]
-        return tuple(inputs)
+        return tuple(inputs) if self._growth is None else self._with_queries(inputs, positions, dtype)
+
+    def _with_queries(self, inputs: list[Any], at: Tensor, dtype: Any) -> tuple[Tensor | None, ...]:
+        """Rotation and mask, and the rotation of queries at positions [B, L]."""
+        assert self._growth is not None
+        factors = growth_factors(self._growth, at, dtype)
+        return (*inputs, inputs[0] * factors, inputs[1] * factors)
 
 
 def is_mtp(layer: nn.Layer) -> bool:

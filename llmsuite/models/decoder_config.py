@@ -18,7 +18,7 @@ from llmsuite.base.errors import UserError
 from llmsuite.models.head import Head, read_head, with_head
 from llmsuite.models.hf_config import check_keys, kept_keys
 from llmsuite.models.rope import frequencies, magnitude, read_hf
-from llmsuite.models.shape_spec import GatedMLP, GroupedQuery, LayerSpec, MoE, ShapeSpec
+from llmsuite.models.shape_spec import GatedMLP, GeluMLP, GroupedQuery, LayerSpec, MoE, ShapeSpec
 
 PositiveInt = Annotated[int, Gt(0), Le(1 << 30)]
 NonNegativeInt = Annotated[int, Ge(0), Le(1 << 30)]
@@ -84,6 +84,19 @@ def group_problems(config: Any, least: int) -> Iterator[tuple[str, str]]:
     elif config.num_experts_per_tok > config.topk_group * (experts // groups):
         there = f"topk_group {config.topk_group} x {experts // groups} experts of a group"
         yield "num_experts_per_tok", f"is {config.num_experts_per_tok}, more than {there}"
+
+
+def window_problems(config: Any) -> Iterator[tuple[str, str]]:
+    """Rules for layers some of which have a window, as (field, message).
+
+    Args:
+        config: has num_hidden_layers, layer_types, sliding_window and attention_types().
+    """
+    kinds = config.layer_types
+    if kinds is not None and len(kinds) != config.num_hidden_layers:
+        yield "layer_types", f"has {len(kinds)} layers; num_hidden_layers is {config.num_hidden_layers}"
+    elif config.sliding_window is None and "sliding_attention" in config.attention_types():
+        yield "sliding_window", "is null, and the model has layers with a window"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -251,9 +264,12 @@ class DenseConfig(GroupedQueryConfig):
     """Keys of config.json that change no logit."""
     hf_defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Values of keys that config.json omits, by `model_type`, where they are not the defaults of the fields."""
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """Keys of config.json whose fields have another name here, by our name."""
     hf_parts: ClassVar[Mapping[str, str]] = {}
     """Modules and parameters of a layer that have another name in HF's files than here, by our name. Several modules
-    with one name are joined in one matrix there, in this order. `{}` in a name stands for the number of an expert."""
+    with one name are joined in one matrix there, in this order. `{}` in a name stands for the number of an expert;
+    experts without it are one stack of matrices there too."""
     not_loaded: ClassVar[tuple[str, ...]] = ()
     """Beginnings of the names of tensors in HF's files that the model does not have."""
     shared_key: ClassVar[str] = "n_shared_experts x moe_intermediate_size"
@@ -275,7 +291,9 @@ class DenseConfig(GroupedQueryConfig):
             UserError: it asks for something this family does not have, or has keys it does not know.
         """
         defaults = {f.name: f.default for f in dataclasses.fields(cls)}
-        check_keys(data, cls.family, {*defaults, "rope_parameters", *cls.without_effect}, cls.fixed)
+        known = {cls.renamed.get(name, name) for name in defaults}
+        check_keys(data, cls.family, {*known, "rope_parameters", *cls.without_effect}, cls.fixed)
+        data = {**data, **{ours: data[theirs] for ours, theirs in cls.renamed.items() if theirs in data}}
         omitted = {"head_dim": defaults["head_dim"], **cls.hf_defaults.get(data.get("model_type", ""), {})}
         if defaults["num_key_value_heads"] != defaults["num_attention_heads"]:
             omitted["num_key_value_heads"] = defaults["num_key_value_heads"]
@@ -288,6 +306,7 @@ class DenseConfig(GroupedQueryConfig):
         shape = dataclasses.asdict(self)
         if self.head_dim is None and type(self).head_dim is None:  # HF's config has no such key, and would use the null
             del shape["head_dim"]
+        shape = {self.renamed.get(name, name): value for name, value in shape.items()}
         architecture = self.architectures[shape["model_type"]]
         return with_head(self, {"architectures": [architecture], **self.written, **shape, "torch_dtype": "float32"})
 
@@ -314,7 +333,7 @@ class DenseConfig(GroupedQueryConfig):
             heads=self.num_attention_heads, kv_heads=self.num_key_value_heads, head_size=self.head_size, **choices
         )
 
-    def layer(self, attention: GroupedQuery, mlp: GatedMLP | MoE | None = None, **choices: Any) -> LayerSpec:
+    def layer(self, attention: GroupedQuery, mlp: GatedMLP | GeluMLP | MoE | None = None, **choices: Any) -> LayerSpec:
         """A layer of an attention and an MLP (None: one without biases or experts), with the fields in `choices`."""
         if mlp is None:
             mlp = GatedMLP(width=self.intermediate_size)

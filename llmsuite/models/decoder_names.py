@@ -21,17 +21,25 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\..*")
 _STACKED = re.compile(r"(.*\.)mlp\.experts\.((?:gate|up|down)_proj)\.weight")
 
 
-def decoder_shapes(config: Any, layer: Callable[[int], Shapes]) -> Shapes:
+def decoder_shapes(config: Any, layer: Callable[[int], Shapes], norm: str = "rms") -> Shapes:
     """Every parameter of a decoder, in the order of the layers, with its shape.
 
     Args:
         config: has vocab_size, hidden_size, num_hidden_layers and what its head needs.
         layer: maps the index of a layer to its parameters.
+        norm: kind of the last norm, see `shape_spec.Norm`.
     """
     shapes: Shapes = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
     for i in range(num_layers(config)):
         shapes |= {f"model.layers.{i}.{part}": shape for part, shape in layer(i).items()}
-    return {**shapes, "model.norm.weight": (config.hidden_size,), **head_shapes(config)}
+    shapes |= {f"model.norm.{part}": shape for part, shape in norm_shapes(config.hidden_size, norm).items()}
+    return {**shapes, **head_shapes(config)}
+
+
+def norm_shapes(size: int, kind: str) -> Shapes:
+    """The parameters of a norm of a kind of `shape_spec.Norm`."""
+    shapes: Shapes = {"weight": (size,)}
+    return shapes | {"bias": (size,)} if kind == "layer" else shapes
 
 
 def layer_shapes(hidden: int, attention: Shapes, mlp: Shapes) -> Shapes:
@@ -56,6 +64,11 @@ def attention_shapes(
         shapes |= _matrix(f"{part}_proj", hidden, size, qkv_bias)
     shapes |= _matrix("o_proj", queries, hidden, o_bias)
     return shapes | {f"{part}_norm.weight": (size,) for part, size in zip("qk", qk_norms or ())}
+
+
+def gelu_mlp_shapes(hidden: int, width: int, bias: bool) -> Shapes:
+    """The parameters of `blocks.GeluMLP`."""
+    return _matrix("up_proj", hidden, width, bias) | _matrix("down_proj", width, hidden, bias)
 
 
 def mlp_shapes(hidden: int, width: int, bias: bool = False) -> Shapes:
@@ -109,7 +122,7 @@ def is_of_untrained_mtp(name: str, config: Any) -> bool:
 
 def expert_tensors(name: str, count: int, modules: Mapping[str, str] = MappingProxyType({})) -> HfTensors | None:
     """The tensors of HF's files, one per expert, that a parameter of routed experts stacks. None for any other
-    parameter.
+    parameter, and for experts that are one tensor in the files too.
 
     Args:
         name: the parameter.
@@ -121,4 +134,6 @@ def expert_tensors(name: str, count: int, modules: Mapping[str, str] = MappingPr
     if match is None:
         return None
     theirs = modules.get(f"mlp.experts.{match[2]}", f"mlp.experts.{{}}.{match[2]}")
+    if "{}" not in theirs:
+        return None
     return HfTensors(tuple(f"{match[1]}{theirs.format(i)}.weight" for i in range(count)), stacked=True)

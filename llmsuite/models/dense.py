@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import paddle
@@ -24,7 +24,9 @@ from llmsuite.models.blocks import (
     Attention,
     DecoderLayer,
     GatedMLP,
+    GeluMLP,
     LayerCache,
+    LayerNorm,
     RMSNorm,
     RotaryLM,
     extend_cache,
@@ -33,6 +35,7 @@ from llmsuite.models.blocks import (
 from llmsuite.models.decoder_config import DenseConfig
 from llmsuite.models.head import head_of
 from llmsuite.models.shape_spec import GatedMLP as GatedMLPSpec
+from llmsuite.models.shape_spec import GeluMLP as GeluMLPSpec
 from llmsuite.models.shape_spec import GroupedQuery, LayerSpec, Norm
 
 
@@ -73,9 +76,16 @@ class DenseAttention(Attention):
             self.k_norm = make_norm(norm, kv_size, config.rms_norm_eps, ops)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, past: LayerCache | None = None
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None,
+        past: LayerCache | None = None,
+        of_queries: Sequence[Tensor] = (),
     ) -> tuple[Tensor, LayerCache]:
-        """x [B, L, D] to [B, L, D] and the cache, with the arguments of `Attention.forward`."""
+        """x [B, L, D] to [B, L, D] and the cache, with the arguments of `Attention.forward`; `of_queries` are cos and
+        sin of queries where they are not those of keys."""
         projections = [self.q_proj, self.k_proj, self.v_proj]
         q, k, v = self.apply_linears(projections, x, None)
         if self.norms_at == "whole":
@@ -84,7 +94,7 @@ class DenseAttention(Attention):
         if self.norms_at == "heads":
             q, k = self._normed(q, k)
         if self.rotates:
-            q = self._rotated(q, cos, sin)
+            q = self._rotated(q, *(of_queries or (cos, sin)))
             k = self._rotated(k, cos, sin)
         if self.norms_at == "rotated":
             q, k = self._normed(q, k)
@@ -129,26 +139,37 @@ class GeluGatedMLP(GatedMLP):
 
 
 class DenseLayer(DecoderLayer):
-    """A decoder layer with norms before attention and MLP, after them or both, and scaled residuals."""
+    """A decoder layer with norms before attention and MLP, after them or both, or one norm that both read, and scaled
+    residuals."""
 
     def __init__(self, config: DenseConfig, ops: Ops, spec: LayerSpec, kind: int):
         """`kind` is the index of its attention among the kinds of the model (`RotaryLM`)."""
         norm = functools.partial(make_norm, spec.norm, config.hidden_size, config.rms_norm_eps, ops)
         before: list[nn.Layer | None] = [None, None]
         after: list[nn.Layer | None] = [None, None]
-        if spec.norms != "after":
+        if spec.norms in ("before", "both"):
             before = [norm(), norm()]
-        if spec.norms != "before":
+        elif spec.norms == "parallel":
+            before = [norm(), None]
+        if spec.norms in ("after", "both"):
             after = [norm(), norm()]
         super().__init__(before[0], make_attention(config, ops, spec), before[1], make_mlp(config, ops, spec))
         self.post_self_attn_layernorm, self.post_mlp_layernorm = after
+        self.grows = isinstance(spec.attention, GroupedQuery) and spec.attention.growth is not None
+        self.is_parallel = spec.norms == "parallel"
         self.residual_scale = spec.residual_scale
         self.kind = kind
 
     def forward(self, x: Tensor, *inputs: Tensor | None, past: LayerCache | None = None) -> tuple[Tensor, LayerCache]:
         """x [B, L, D] and the outputs of `CausalLM.layer_inputs` to [B, L, D] and the layer's cache."""
         cos, sin, mask = inputs[3 * self.kind : 3 * self.kind + 3]
-        attended, present = self.self_attn(_normed(self.input_layernorm, x), cos, sin, mask, past)
+        normed = _normed(self.input_layernorm, x)
+        if self.grows:
+            attended, present = self.self_attn(normed, cos, sin, mask, past, inputs[-2:])
+        else:
+            attended, present = self.self_attn(normed, cos, sin, mask, past)
+        if self.is_parallel:
+            return self._sum(self._sum(x, attended), self.mlp(normed)), present
         x = self._sum(x, _normed(self.post_self_attn_layernorm, attended))
         inner = self.mlp(_normed(self.post_attention_layernorm, x))
         return self._sum(x, _normed(self.post_mlp_layernorm, inner)), present
@@ -170,20 +191,22 @@ class DenseLM(RotaryLM):
 
     def __init__(self, config: DenseConfig, ops: Ops):
         spec = config.shape_spec()
-        assert isinstance(self, ScaledLM) or not spec.is_scaled, f"{type(config).__name__}.network has to be ScaledLM"
+        assert isinstance(self, Scaled) or not spec.is_scaled, f"{type(config).__name__}.network has to be ScaledLM"
         if any(layer.score_cap is not None for layer in spec.layers):  # its attention takes plain masks
             ops = dataclasses.replace(ops, causal_mask=causal_mask, document_mask=document_mask)
         kinds = spec.attention_kinds
         layers = [_make_layer(config, ops, layer, kinds) for layer in spec.layers]
         norm = make_norm(spec.norm, config.hidden_size, config.rms_norm_eps, ops)
-        super().__init__(config, ops, layers, norm, kinds)
+        growth = {layer.attention.growth for layer in spec.layers if isinstance(layer.attention, GroupedQuery)}
+        super().__init__(config, ops, layers, norm, kinds, growth.pop())
+        assert not growth, "the queries of all layers grow alike"
 
 
-class ScaledLM(DenseLM):
-    """A dense decoder with factors of the embedding and of the logits, and a cap of the logits."""
+class Scaled(RotaryLM):
+    """Factors of the embedding and of the logits, and a cap of the logits: for a decoder that derives from it first."""
 
-    def __init__(self, config: DenseConfig, ops: Ops):
-        super().__init__(config, ops)
+    def __init__(self, config: DenseConfig, ops: Ops, *parts: Any):
+        super().__init__(config, ops, *parts)
         spec = config.shape_spec()
         self.embedding_scale = spec.embedding_scale
         self.hidden_scale = 1.0  # a score reads the hidden states as they are
@@ -214,9 +237,14 @@ class ScaledLM(DenseLM):
         return self.logit_cap * paddle.tanh(logits / self.logit_cap)
 
 
+class ScaledLM(Scaled, DenseLM):
+    """A dense decoder with factors of the embedding and of the logits, and a cap of the logits."""
+
+
 def make_norm(kind: Norm, size: int, eps: float, ops: Ops) -> nn.Layer:
     """A norm over the last dim, of this size."""
-    assert kind != "layer", "the layers of GPT have it"
+    if kind in ("layer", "layer_gain"):
+        return LayerNorm(size, eps, bias=kind == "layer")
     return OffsetRMSNorm(size, eps, ops) if kind == "offset_rms" else RMSNorm(size, eps, ops)
 
 
@@ -229,9 +257,11 @@ def make_attention(config: DenseConfig, ops: Ops, spec: LayerSpec) -> Attention:
     return DenseAttention(config, ops, what, spec.norm)
 
 
-def make_mlp(config: DenseConfig, ops: Ops, spec: LayerSpec) -> GatedMLP:
+def make_mlp(config: DenseConfig, ops: Ops, spec: LayerSpec) -> GatedMLP | GeluMLP:
     """The MLP of a layer."""
     what = spec.mlp
+    if isinstance(what, GeluMLPSpec):
+        return GeluMLP(config.hidden_size, what.width, what.biased)
     assert isinstance(what, GatedMLPSpec)
     kind = {"silu": GatedMLP, "gelu_tanh": GeluGatedMLP}[what.activation]
     return kind(config.hidden_size, what.width, ops, what.biased)
@@ -241,7 +271,7 @@ def _make_layer(
     config: DenseConfig, ops: Ops, spec: LayerSpec, kinds: tuple[tuple[int, int | None], ...]
 ) -> DecoderLayer:
     what: Any = spec.attention
-    if not spec.has_plain_residuals or len(kinds) > 1:
+    if not spec.has_plain_residuals or len(kinds) > 1 or what.growth is not None:
         return DenseLayer(config, ops, spec, kinds.index((what.rotation, what.window)))
     norms = [make_norm(spec.norm, config.hidden_size, config.rms_norm_eps, ops) for _ in range(2)]
     return DecoderLayer(norms[0], make_attention(config, ops, spec), norms[1], make_mlp(config, ops, spec))

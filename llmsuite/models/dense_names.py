@@ -22,14 +22,16 @@ from llmsuite.models.decoder_names import (
     decoder_shapes,
     expert_shapes,
     expert_tensors,
+    gelu_mlp_shapes,
     is_of_untrained_mtp,
     mlp_shapes,
     mtp_copies,
     mtp_shapes,
+    norm_shapes,
 )
 from llmsuite.models.head import SCORE
 from llmsuite.models.hf_tensors import HfTensors
-from llmsuite.models.shape_spec import GatedMLP, GroupedQuery, LayerSpec, MoE
+from llmsuite.models.shape_spec import GatedMLP, GeluMLP, GroupedQuery, LayerSpec, MoE
 
 _IGNORED = re.compile(r".*rotary_emb\.inv_freq")
 _LAYER = re.compile(r"(?P<layer>model\.layers\.(?P<number>\d+))\.(?P<part>(?P<module>.+)\.(?P<kind>\w+))")
@@ -44,8 +46,8 @@ class DenseNames:
 
     def parameter_shapes(self, config: DenseConfig) -> Shapes:
         """Every parameter of the model, in the order of the layers, with its shape."""
-        layers = config.shape_spec().layers
-        return decoder_shapes(config, lambda number: _layer_shapes(config, layers[number]))
+        spec = config.shape_spec()
+        return decoder_shapes(config, lambda number: _layer_shapes(config, spec.layers[number]), spec.norm)
 
     def is_linear(self, name: str) -> bool:
         """True if HF stores this parameter transposed, as [outputs, inputs]; if it is a stack, each of its matrices."""
@@ -144,12 +146,13 @@ def _layer_shapes(config: DenseConfig, layer: LayerSpec) -> Shapes:
         qk_norms = (counts[0] * attention.head_size, counts[1] * attention.head_size)
     hidden = config.hidden_size
     parts = attention_shapes(config, attention.biased, attention.output_biased, qk_norms)
-    before: Shapes = {"weight": (hidden,)} if layer.norms != "after" else {}
-    after: Shapes = {"weight": (hidden,)} if layer.norms != "before" else {}
+    norm = norm_shapes(hidden, layer.norm)
+    none: Shapes = {}
+    after = norm if layer.norms in ("after", "both") else none
     modules = {
-        "input_layernorm": before,
+        "input_layernorm": none if layer.norms == "after" else norm,
         "self_attn": parts,
-        "post_attention_layernorm": before,
+        "post_attention_layernorm": norm if layer.norms in ("before", "both") else none,
         "mlp": _mlp_shapes(hidden, layer.mlp),
         "post_self_attn_layernorm": after,
         "post_mlp_layernorm": after,
@@ -159,7 +162,9 @@ def _layer_shapes(config: DenseConfig, layer: LayerSpec) -> Shapes:
 
 
 def _mlp_shapes(hidden: int, mlp: Any) -> Shapes:
-    """The parameters of a gated MLP, of `moe.MoE` or of `moe.GatedSharedMoE`."""
+    """The parameters of an MLP, of `moe.MoE` or of `moe.GatedSharedMoE`."""
+    if isinstance(mlp, GeluMLP):
+        return gelu_mlp_shapes(hidden, mlp.width, mlp.biased)
     if isinstance(mlp, GatedMLP):
         return mlp_shapes(hidden, mlp.width, mlp.biased)
     assert isinstance(mlp, MoE)

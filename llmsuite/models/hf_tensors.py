@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import TypeVar
+
+_Dim = TypeVar("_Dim")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,3 +37,8 @@ class HfTensors:
             return slice(None)
         start = sum(self.sizes[: self.part])
         return slice(start, start + self.sizes[self.part])
+
+
+def transposed_dims(dims: Sequence[_Dim]) -> tuple[_Dim, ...]:
+    """Values for the dims of a matrix, or of a stack of matrices, in the order of the transposed ones."""
+    return (*dims[:-2], *dims[-2:][::-1])

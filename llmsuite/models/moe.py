@@ -149,12 +149,24 @@ class LayerWithoutExperts(DecoderLayer):
 class MoELayer(DecoderLayer):
     """A layer whose MLP is a `MoE`, or has the same signature."""
 
+    def __init__(
+        self,
+        first_norm: nn.Layer,
+        attention: nn.Layer,
+        second_norm: nn.Layer,
+        mlp: nn.Layer,
+        residual_scale: float = 1.0,
+    ):
+        """`residual_scale` is a factor of the outputs of attention and MLP."""
+        super().__init__(first_norm, attention, second_norm, mlp)
+        self.residual_scale = residual_scale
+
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, *token_mask: Any, past: LayerCache | None = None
     ) -> tuple[Tensor, LayerCache]:
         """x [B, L, D] to [B, L, D] and the layer's cache; `token_mask` as in `Gate.forward`."""
         attended, present = self.self_attn(self.input_layernorm(x), cos, sin, mask, past)
-        return self.mlp_block(x + attended, cos, sin, mask, *token_mask), present
+        return self.mlp_block(self._sum(x, attended), cos, sin, mask, *token_mask), present
 
     # `train_block` in two halves; only the first one can be compiled (`shape_spec.ATTENTION_MODULES`)
 
@@ -162,7 +174,7 @@ class MoELayer(DecoderLayer):
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, token_mask: Tensor | None = None
     ) -> Tensor:
         """The first half, [B, L, D] to [B, L, D]: the modules in `attention_modules`."""
-        return x + self.self_attn(self.input_layernorm(x), cos, sin, mask)[0]
+        return self._sum(x, self.self_attn(self.input_layernorm(x), cos, sin, mask)[0])
 
     attention_modules = ATTENTION_MODULES
 
@@ -170,7 +182,12 @@ class MoELayer(DecoderLayer):
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, token_mask: Tensor | None = None
     ) -> Tensor:
         """The second half, [B, L, D] to [B, L, D]: norm, gate and experts."""
-        return x + self.mlp(self.post_attention_layernorm(x), token_mask)
+        return self._sum(x, self.mlp(self.post_attention_layernorm(x), token_mask))
+
+    def _sum(self, x: Tensor, output: Tensor) -> Tensor:
+        if self.residual_scale != 1.0:
+            output = output * self.residual_scale
+        return x + output
 
 
 class MTPLayer(MoELayer):

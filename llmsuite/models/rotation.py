@@ -50,6 +50,12 @@ def rotation(
     return F.embedding(in_document, cos).unsqueeze(2), F.embedding(in_document, sin).unsqueeze(2)
 
 
+def growth_factors(growth: tuple[float, int], at: Tensor, dtype: Any) -> Tensor:
+    """The factors of queries at positions [B, L], [B, L, 1, 1]; `growth` as in `shape_spec.GroupedQuery`."""
+    factor, length = growth
+    return (1 + factor * paddle.log1p((at // length).astype("float32"))).astype(dtype).unsqueeze([2, 3])
+
+
 def _tables(frequencies: Sequence[float], scale: float, length: int, dtype: Any) -> tuple[Tensor, Tensor]:
     """scale times cos and sin for at least the positions below `length`, [>= length, K / 2].
 

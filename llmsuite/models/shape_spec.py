@@ -38,14 +38,17 @@ class GroupedQuery:
     """Size of the attention window in tokens; None for full causal attention."""
     scale: float | None = None
     """Factor of the scores; None for 1 / sqrt(head_size)."""
+    growth: tuple[float, int] | None = None
+    """(b, N) where queries at position p are multiplied by 1 + b ln(1 + floor(p / N)), as in Llama 4; None for no such
+    factor."""
     score_cap: float | None = None
     """C where scores s become C tanh(s / C), before the mask; None for plain scores."""
 
     @property
     def is_plain(self) -> bool:
         """True if `blocks.Attention` computes it."""
-        changed = (self.rotary_size, self.scale, self.score_cap)
-        return self.rotary and self.normed in (None, "heads") and changed == (None, None, None)
+        changed = (self.rotary_size, self.scale, self.score_cap, self.growth)
+        return self.rotary and self.normed in (None, "heads") and set(changed) == {None}
 
     @property
     def rounds(self) -> bool:
@@ -91,9 +94,11 @@ class GatedMLP:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GeluMLP:
-    """Size of an MLP of two matrices with biases and a GELU between them."""
+    """Size of an MLP of two matrices with a GELU in its tanh form between them."""
 
     width: int
+    biased: bool = True
+    """True where its matrices have biases."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,8 +141,8 @@ ATTENTION_MODULES = ("input_layernorm", "self_attn")
 compiles. The second half cannot be compiled, as its routing depends on values."""
 
 
-Norm = Literal["rms", "offset_rms", "layer"]
-"""Kind of a norm; offset_rms is RMSNorm with the gain 1 + weight."""
+Norm = Literal["rms", "offset_rms", "layer", "layer_gain"]
+"""Kind of a norm; offset_rms is RMSNorm with the gain 1 + weight, layer_gain LayerNorm without a bias."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,8 +152,9 @@ class LayerSpec:
     attention: GroupedQuery | Latent
     mlp: GatedMLP | GeluMLP | MoE
     norm: Norm = "rms"
-    norms: Literal["before", "after", "both"] = "before"
-    """Place of the norms: before attention and MLP, after them, or both."""
+    norms: Literal["before", "after", "both", "parallel"] = "before"
+    """Place of the norms: before attention and MLP, after them, or both. parallel: there is one norm, whose output both
+    read."""
     residual_scale: float = 1.0
     """Factor of the outputs of attention and MLP."""
     is_mtp: bool = False
@@ -166,7 +172,7 @@ class LayerSpec:
     @property
     def num_norms(self) -> int:
         """Number of norms of the residual stream."""
-        return 4 if self.norms == "both" else 2
+        return {"both": 4, "parallel": 1}.get(self.norms, 2)
 
     @property
     def score_cap(self) -> float | None:

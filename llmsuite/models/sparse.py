@@ -11,7 +11,7 @@ from paddle import nn
 from llmsuite.devices.ops import Ops
 from llmsuite.models.blocks import DecoderLayer, GatedMLP
 from llmsuite.models.decoder_config import DenseConfig
-from llmsuite.models.dense import make_attention, make_mlp, make_norm
+from llmsuite.models.dense import Scaled, make_attention, make_mlp, make_norm
 from llmsuite.models.experts import Experts
 from llmsuite.models.moe import Gate, GatedSharedMoE, LayerWithoutExperts, MoE, MoELayer, MoELM, MTPLayer
 from llmsuite.models.shape_spec import LayerSpec
@@ -23,6 +23,7 @@ class SparseLM(MoELM):
 
     def __init__(self, config: DenseConfig, ops: Ops):
         spec = config.shape_spec()
+        assert isinstance(self, Scaled) or not spec.is_scaled, f"{type(config).__name__}.network has to be scaled"
         kinds = spec.attention_kinds
         assert len(kinds) == 1, "layers with experts take the inputs of one kind of attention"
         layers = [_make_layer(config, ops, layer) for layer in spec.layers]
@@ -30,11 +31,16 @@ class SparseLM(MoELM):
         super().__init__(config, ops, layers, norm, kinds)
 
 
+class ScaledSparseLM(Scaled, SparseLM):
+    """A described decoder with experts, with factors of the embedding and of the logits, and a cap of the logits."""
+
+
 def _make_layer(config: DenseConfig, ops: Ops, spec: LayerSpec) -> DecoderLayer:
-    assert spec.has_plain_residuals, "layers with experts have norms before attention and MLP"
+    assert spec.norms == "before", "layers with experts have norms before attention and MLP"
     first, second = (make_norm(spec.norm, config.hidden_size, config.rms_norm_eps, ops) for _ in range(2))
     attention = make_attention(config, ops, spec)
     if not isinstance(spec.mlp, MoESpec):
+        assert spec.residual_scale == 1.0, "only layers with experts have a factor of their residuals"
         return LayerWithoutExperts(first, attention, second, make_mlp(config, ops, spec))
     mixture = make_mixture(config.hidden_size, ops, spec.mlp)
     if spec.is_mtp:
@@ -42,7 +48,7 @@ def _make_layer(config: DenseConfig, ops: Ops, spec: LayerSpec) -> DecoderLayer:
         return MTPLayer(
             first, attention, second, mixture, size, lambda: make_norm(spec.norm, size, config.rms_norm_eps, ops)
         )
-    return MoELayer(first, attention, second, mixture)
+    return MoELayer(first, attention, second, mixture, spec.residual_scale)
 
 
 def make_mixture(hidden_size: int, ops: Ops, spec: MoESpec) -> nn.Layer:

@@ -28,6 +28,9 @@ def shared_dims(module: str) -> tuple[tuple[str, int], ...]:
 
 def _problems(config: DenseConfig, tp: int) -> Iterator[str]:
     assert config.experts_key is not None
+    if tp > 1 and config.uncut is not None:
+        yield f"is {tp}; {config.uncut}"
+        return
     sizes = {
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,

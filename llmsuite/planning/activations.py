@@ -168,20 +168,24 @@ def inside_layer(shape_spec: ShapeSpec, number: int, batch: MicroBatch, settings
     of_mlp = settings
     if isinstance(layer.mlp, MoE):
         of_mlp = dataclasses.replace(settings, fused=settings.fused_outside)
-    each = layer.num_norms // 2
+    each = layer.num_norms / 2
     norms = sum(each * norm_kept(layer.norm, shape_spec.hidden, batch, how) for how in (settings, of_mlp))
     # of attention and MLP; gathered under sequence parallel
     inputs = sum(_input(shape_spec, number, region, batch, settings) for region in ("self_attn", "mlp"))
     if layer.norms == "after" and not settings.sequence_parallel:  # they are the residual stream itself
         inputs = 0.0
+    if layer.norms == "parallel" and not settings.sequence_parallel:  # they are one tensor
+        inputs = max(_input(shape_spec, number, region, batch, settings) for region in ("self_attn", "mlp"))
     kept = norms + inputs + attention_kept(layer, batch, settings) + mlp_kept(layer, shape_spec.hidden, batch, of_mlp)
     kept -= _inputs_of_last(layer, number, batch, settings)
     if layer.is_mtp:  # norms of both inputs and of the output; the joined inputs, and their product
         plain = dataclasses.replace(settings, fused=settings.fused_outside)
         kept += 3 * norm_kept(layer.norm, shape_spec.hidden, batch, plain) + 3 * between
     outputs = 2  # of attention and MLP: their sums with the residual
-    if layer.norms != "before":
+    if layer.norms in ("after", "both"):
         outputs = 4  # the norms after them take them too
+    elif layer.norms == "parallel":
+        outputs = 1  # no norm takes the sum with that of attention
     kept += outputs * between + _edit(shape_spec, number, batch, settings)
     return kept + _adapters(layer, number, batch, settings) + _rounded(layer, number, batch, settings)
 
@@ -235,7 +239,7 @@ def norm_kept(kind: str, hidden: int, batch: MicroBatch, settings: ActivationSet
     """Bytes that a norm keeps besides its input, which the residual holds, and its output, which is counted as the
     input of attention or MLP."""
     tokens = batch.tokens / settings.token_shards
-    if kind == "layer":
+    if kind in ("layer", "layer_gain"):
         statistics = 2 * 4
         if settings.is_frozen:  # the gain is outside then
             return tokens * (statistics + hidden * settings.num_bytes)
@@ -397,6 +401,8 @@ def _rounded(layer: LayerSpec, number: int, batch: MicroBatch, settings: Activat
         reader = owner
         if word in _OWN_INPUT:
             reader = name
+        elif layer.norms == "parallel" and not settings.sequence_parallel:  # attention and MLP share it
+            reader = owner.rpartition(".")[0]
         sharing.setdefault(reader, []).append(inputs)
     for name, widths in sharing.items():
         if layer.norms == "after" and name.endswith("self_attn"):
@@ -407,19 +413,17 @@ def _rounded(layer: LayerSpec, number: int, batch: MicroBatch, settings: Activat
 
 
 def _num_consumers(layer: LayerSpec, name: str) -> int:
-    """Number of matrices that read an input: the input of one matrix, or the shared input of a module."""
+    """Number of matrices that read an input: the input of one matrix, or the shared input of a module or a layer."""
     word = name.rpartition(".")[2]
     if word in _OWN_INPUT:
         return 1
-    if word == "self_attn":
-        if isinstance(layer.attention, Latent):
-            return 2
-        return 3
+    of_attention = 2 if isinstance(layer.attention, Latent) else 3
+    of_mlp = 1
     if isinstance(layer.mlp, MoE):
-        return 3  # with the gate, which is not rounded
-    if isinstance(layer.mlp, GatedMLP):
-        return 2
-    return 1
+        of_mlp = 3  # with the gate, which is not rounded
+    elif isinstance(layer.mlp, GatedMLP):
+        of_mlp = 2
+    return {"self_attn": of_attention, "mlp": of_mlp}.get(word, of_attention + of_mlp)
 
 
 def embedding_kept_bytes(shape_spec: ShapeSpec, batch: MicroBatch, settings: ActivationSettings) -> float:

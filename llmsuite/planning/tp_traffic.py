@@ -309,7 +309,7 @@ def _output_biased(part: GroupedQuery | Latent | GatedMLP | GeluMLP | MoE) -> bo
     """True where a bias is added to the output of attention or MLP."""
     if isinstance(part, GroupedQuery):
         return part.output_biased
-    return isinstance(part, GeluMLP) or (isinstance(part, GatedMLP) and part.biased)
+    return isinstance(part, (GatedMLP, GeluMLP)) and part.biased
 
 
 def _divergence_shapes(tokens: int, teacher: TeacherProfile) -> list[tuple[int, ...]]:

@@ -41,6 +41,12 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "seed oss": ("seed_oss", ()),
     "hunyuan": ("hunyuan", ()),
     "glm": ("glm", ()),
+    "cohere": ("cohere", ()),
+    "starcoder": ("starcoder", ()),
+    "internlm": ("internlm", ()),
+    "ministral": ("ministral", ()),
+    "granite moe": ("granite_moe", ()),
+    "minimax": ("minimax", ()),
     "glm moe": ("glm_moe", ()),
     "glm moe with norms of heads": ("glm_moe", ("--model.config.use_qk_norm=true",)),
     "ernie moe": ("ernie_moe", ()),
@@ -72,12 +78,12 @@ MESHES = {
 }
 
 
-EXPERTS = ("mixtral", "qwen_moe", "glm_moe", "ernie_moe", "deepseek")
+EXPERTS = ("mixtral", "qwen_moe", "glm_moe", "granite_moe", "minimax", "ernie_moe", "deepseek")
 OF_EXPERTS = {
     "ep2": (2, '{"expert_parallel_degree":2}', "dynamic"),
     "ep2 stage3 compiled": (2, '{"expert_parallel_degree":2,"sharding":"stage3"}', "to_static"),
 }
-UNCUT = ("olmo",)
+UNCUT = ("minimax", "olmo")
 """Families without tensor parallel."""
 
 

@@ -1,8 +1,10 @@
-"""Writes tests/reference/FAMILY/CASE/: tiny models as HF transformers saves them, and the logits it gets from them.
+"""Writes tests/reference/FAMILY/CASE/: tiny models as HF transformers saves them, the logits it gets from them, and
+the gradient of their embedding with the loss of the next tokens (in files made since there is such a gradient).
 
 Needs torch, transformers, numpy and safetensors, and neither Paddle nor llmsuite; made with torch 2.15 and
 transformers 5.23; llama/mistral_window, and gemma, granite, phi, smollm3, olmo, seed_oss, glm, mixtral, hunyuan,
-glm_moe and deepseek/kimi_k2, with torch 2.13 and transformers 5.24. (Some of Llama: make_llama_reference.py.)
+glm_moe, cohere, starcoder, internlm, ministral, granite_moe, minimax and deepseek/kimi_k2, with torch 2.13 and
+transformers 5.24. (Some of Llama: make_llama_reference.py.)
 Run it from anywhere; a second run writes the same values:
 
     python tests/reference/make_references.py [FAMILY ...]
@@ -77,6 +79,7 @@ GLM_EXPERTS = {
     "num_experts_per_tok": 3,
     "num_nextn_predict_layers": 0,
 }
+GROWN = {**YARN, "beta_fast": 4.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
 MSCALE = {**YARN, "beta_fast": 4.0, "beta_slow": 1.0, "mscale": 0.707, "mscale_all_dim": 0.9}
 
 CASES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
@@ -213,6 +216,81 @@ CASES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "partial": ("glm4", {**QWEN, **SPECIAL, "head_dim": 12}),
         "tied": ("glm4", {**QWEN, **SPECIAL, "head_dim": 8, "attention_bias": False, "tie_word_embeddings": True}),
     },
+    "cohere": {
+        "tied": (
+            "cohere2",
+            {**QWEN, "num_hidden_layers": 4, "sliding_window": 5, "sliding_window_pattern": 2, "logit_scale": 0.8},
+        ),
+        "untied_biases": (
+            "cohere2",
+            {
+                **QWEN,
+                "num_hidden_layers": 3,
+                "sliding_window": 5,
+                "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+                "attention_bias": True,
+                "logit_scale": 1.5,
+                "layer_norm_eps": 1e-4,
+                "tie_word_embeddings": False,
+                "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},
+            },
+        ),
+    },
+    "starcoder": {
+        "tied": ("starcoder2", QWEN),
+        "window_without_biases": (
+            "starcoder2",
+            {
+                **QWEN,
+                "num_hidden_layers": 3,
+                "sliding_window": 5,
+                "use_bias": False,
+                "norm_epsilon": 1e-4,
+                "tie_word_embeddings": False,
+            },
+        ),
+    },
+    "internlm": {
+        "internlm3_biases": ("internlm3", {**QWEN, "head_dim": 10, "attention_bias": True, "mlp_bias": True}),
+        "internlm3_dynamic_tied": (
+            "internlm3",
+            {
+                **QWEN,
+                "head_dim": 6,
+                "tie_word_embeddings": True,
+                "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 6.0},
+            },
+        ),
+    },
+    "ministral": {
+        "grown": ("ministral3", {**QWEN, "head_dim": 12, "rope_parameters": {**GROWN, "mscale": 1.0}}),
+        "grown_window_tied": (
+            "ministral3",
+            {
+                **QWEN,
+                "head_dim": 12,
+                "num_hidden_layers": 3,
+                "sliding_window": 9,
+                "tie_word_embeddings": True,
+                "rope_parameters": GROWN,
+            },
+        ),
+    },
+    "granite_moe": {
+        "tied": ("granitemoe", {**MIXTRAL, **FACTORS, "tie_word_embeddings": True}),
+        "biases": ("granitemoe", {**MIXTRAL, **FACTORS, "attention_bias": True, "num_experts_per_tok": 2}),
+    },
+    "minimax": {
+        "partial": (
+            "minimax_m2",
+            {
+                **MIXTRAL,
+                "head_dim": 12,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+            },
+        ),
+        "tied": ("minimax_m2", {**MIXTRAL, "head_dim": 6, "tie_word_embeddings": True, "rms_norm_eps": 1e-4}),
+    },
     "glm_moe": {
         "partial": (
             "glm4_moe",
@@ -295,10 +373,16 @@ SHAPES = {
     "kimi_k2": (1, 56),
     "olmo3_yarn": (1, 56),
     "alpha_tied_biases": (1, 56),
+    "grown": (1, 56),
+    "grown_window_tied": (1, 56),
 }
 """Rows and length of the input, where they are not (2, 12)."""
-RENAMED = {"kimi_k2": "kimi_k2"}
-"""`model_type` of cases whose published models have the network of another type by their own name."""
+PUBLISHED_AS = {
+    "kimi_k2": {"model_type": "kimi_k2"},
+    "internlm3_biases": {"architectures": ["InternLM3ForCausalLM"]},
+    "internlm3_dynamic_tied": {"architectures": ["InternLM3ForCausalLM"]},
+}
+"""Keys of config.json of cases whose published models have the network of another type by their own name."""
 
 
 def fill(model: Any, rng: np.random.Generator) -> None:
@@ -320,14 +404,18 @@ def make(directory: Path, model_type: str, keys: dict[str, Any], seed: int) -> N
     fill(model, rng)
     model.save_pretrained(directory)
     (directory / "generation_config.json").unlink(missing_ok=True)
-    if directory.name in RENAMED:
+    if directory.name in PUBLISHED_AS:
         written = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        written["model_type"] = RENAMED[directory.name]
+        written |= PUBLISHED_AS[directory.name]
         (directory / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
     input_ids = rng.integers(0, config.vocab_size, SHAPES.get(directory.name, (2, 12)))
-    with torch.no_grad():
-        logits = model.double()(torch.from_numpy(input_ids)).logits
-    np.savez(directory / "reference.npz", input_ids=input_ids, logits=logits.numpy().astype("float32"))
+    ids = torch.from_numpy(input_ids)
+    model.get_input_embeddings().padding_idx = None  # torch leaves the gradient of its row out
+    logits = model.double()(ids).logits
+    torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+    found = {"logits": logits.detach(), "embedding_gradient": model.get_input_embeddings().weight.grad}
+    arrays = {name: value.numpy().astype("float32") for name, value in found.items()}
+    np.savez(directory / "reference.npz", input_ids=input_ids, **arrays)
     sizes = ", ".join(f"{path.name} {path.stat().st_size}" for path in sorted(directory.iterdir()))
     print(f"{directory.name}: {sizes}; logits within {logits.abs().max():.2f}")
 

@@ -36,6 +36,12 @@ def reference(case: str) -> tuple[np.ndarray, np.ndarray]:
         return stored["input_ids"], stored["logits"]
 
 
+def reference_gradient(case: str) -> np.ndarray | None:
+    """Gradient of the embedding [V, D] with the loss of the next tokens; None where transformers made none."""
+    with np.load(REFERENCE / case / "reference.npz") as stored:
+        return stored.get("embedding_gradient")
+
+
 def load(directory: Path) -> Any:
     """The live model of a directory, in evaluation mode. Imports Paddle."""
     from llmsuite.checkpoint.model_dir import open_model

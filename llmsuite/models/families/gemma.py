@@ -18,6 +18,7 @@ from llmsuite.models.decoder_config import (
     PositiveInt,
     TokenId,
     in_written_order,
+    window_problems,
 )
 from llmsuite.models.rope import frequencies, read_hf_by_layer_type
 from llmsuite.models.shape_spec import GatedMLP, LayerSpec, ShapeSpec
@@ -131,12 +132,7 @@ class GemmaConfig(DenseConfig):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules between the fields, as (field, message)."""
-        layers = self.num_hidden_layers
-        if self.layer_types is not None and len(self.layer_types) != layers:
-            yield "layer_types", f"has {len(self.layer_types)} layers; num_hidden_layers is {layers}"
-            return
-        if self.sliding_window is None and "sliding_attention" in self.attention_types():
-            yield "sliding_window", "is null, and the model has layers with a window"
+        yield from window_problems(self)
         if self.model_type == "gemma3_text" and self.attn_logit_softcapping is not None:
             yield "attn_logit_softcapping", f"is {self.attn_logit_softcapping}; a gemma3_text has none"
         if self.model_type == "gemma2" and self.rope_local_base_freq is not None:

@@ -15,12 +15,36 @@ from llmsuite.models.decoder_config import (
     TokenId,
     in_written_order,
 )
-from llmsuite.models.shape_spec import GatedMLP, ShapeSpec
+from llmsuite.models.shape_spec import GatedMLP, MoE, ShapeSpec
 
 
 @in_written_order
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GraniteConfig(DenseConfig):
+class ScaledConfig(DenseConfig):
+    """Shape of a decoder with the four factors of Granite."""
+
+    embedding_multiplier: PositiveFloat = 1.0
+    """Factor of the embedding."""
+    attention_multiplier: PositiveFloat = 1.0
+    """Factor of the scores, instead of 1 / sqrt(head size)."""
+    residual_multiplier: PositiveFloat = 1.0
+    """Factor of the outputs of attention and MLP."""
+    logits_scaling: PositiveFloat = 1.0
+    """Divisor of the logits."""
+
+    def scaled_decoder(self, mlp: GatedMLP | MoE, biased: bool) -> ShapeSpec:
+        """A Llama with these factors; `biased` where queries, keys, values and the output of attention have biases."""
+        attention = self.grouped_query(biased=biased, output_biased=biased, scale=self.attention_multiplier)
+        return self.decoder(
+            self.layer(attention, mlp, residual_scale=self.residual_multiplier),
+            embedding_scale=self.embedding_multiplier,
+            logit_scale=1.0 / self.logits_scaling,
+        )
+
+
+@in_written_order
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GraniteConfig(ScaledConfig):
     """Granite 3.x without experts. Names are those of HF's config.json."""
 
     family: ClassVar[str] = "granite"
@@ -40,28 +64,13 @@ class GraniteConfig(DenseConfig):
     """True where queries, keys, values and the output of attention have biases."""
     mlp_bias: bool = False
     """True where the matrices of the MLP have biases."""
-    embedding_multiplier: PositiveFloat = 1.0
-    """Factor of the embedding."""
-    attention_multiplier: PositiveFloat = 1.0
-    """Factor of the scores, instead of 1 / sqrt(head size)."""
-    residual_multiplier: PositiveFloat = 1.0
-    """Factor of the outputs of attention and MLP."""
-    logits_scaling: PositiveFloat = 1.0
-    """Divisor of the logits."""
     bos_token_id: TokenId | None = 1
     eos_token_id: TokenId | list[TokenId] | None = 2
 
     def shape_spec(self) -> ShapeSpec:
         """A Llama with four factors."""
-        attention = self.grouped_query(
-            biased=self.attention_bias, output_biased=self.attention_bias, scale=self.attention_multiplier
-        )
         mlp = GatedMLP(width=self.intermediate_size, biased=self.mlp_bias)
-        return self.decoder(
-            self.layer(attention, mlp, residual_scale=self.residual_multiplier),
-            embedding_scale=self.embedding_multiplier,
-            logit_scale=1.0 / self.logits_scaling,
-        )
+        return self.scaled_decoder(mlp, biased=self.attention_bias)
 
 
 _3_3 = {

@@ -19,6 +19,7 @@ from llmsuite.models.decoder_config import (
     PositiveInt,
     TokenId,
     in_written_order,
+    window_problems,
 )
 from llmsuite.models.rope import frequencies, read_hf_by_layer_type
 from llmsuite.models.shape_spec import LayerSpec, ShapeSpec
@@ -96,16 +97,12 @@ class OlmoConfig(DenseConfig):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules between the fields, as (field, message)."""
-        layers = self.num_hidden_layers
         if self.model_type == "olmo2":
             for key in ("sliding_window", "layer_types"):
                 if getattr(self, key) is not None:
                     yield key, f"is {getattr(self, key)}; an olmo2 has no windows: set model_type to olmo3"
-        elif self.layer_types is not None and len(self.layer_types) != layers:
-            yield "layer_types", f"has {len(self.layer_types)} layers; num_hidden_layers is {layers}"
-            return
-        elif self.sliding_window is None and "sliding_attention" in self.attention_types():
-            yield "sliding_window", "is null, and the model has layers with a window"
+        else:
+            yield from window_problems(self)
         yield from super().problems()
 
     @classmethod

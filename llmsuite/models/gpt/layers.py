@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import paddle
-import paddle.nn.functional as F
 from paddle import nn
 
 from llmsuite.base.typing import Tensor
@@ -17,7 +16,9 @@ from llmsuite.models.blocks import (
     ZEROS,
     CausalLM,
     DecoderLayer,
+    GeluMLP,
     LayerCache,
+    LayerNorm,
     WithCore,
     apply_linears,
     extend_cache,
@@ -49,24 +50,12 @@ class Attention(nn.Layer, WithCore):
         return self.o_proj(self.core(q, k, v, mask).reshape([0, 0, -1])), (k, v)
 
 
-class MLP(nn.Layer):
-    """Two matrices with GELU in its tanh form between them (Hendrycks and Gimpel 2016, arXiv 1606.08415)."""
-
-    def __init__(self, config: GPTConfig):
-        super().__init__()
-        self.up_proj = linear(config.hidden_size, config.mlp_size, bias=True)
-        self.down_proj = linear(config.mlp_size, config.hidden_size, bias=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, L, D] to [B, L, D]."""
-        return self.down_proj(F.gelu(self.up_proj(x), approximate=True))
-
-
 class GPTLayer(DecoderLayer):
     """Pre-norm attention and MLP, each around a residual."""
 
     def __init__(self, config: GPTConfig, ops: Ops):
-        super().__init__(_norm(config), Attention(config, ops), _norm(config), MLP(config))
+        mlp = GeluMLP(config.hidden_size, config.mlp_size, bias=True)
+        super().__init__(_norm(config), Attention(config, ops), _norm(config), mlp)
 
     def forward(  # type: ignore[override]
         self, x: Tensor, mask: Tensor | None, past: LayerCache | None = None
@@ -110,19 +99,5 @@ class GPT(CausalLM):
         return tuple(self.masks(start, length, dtype, document_starts))
 
 
-class LayerNorm(nn.LayerNorm):
-    """`nn.LayerNorm` with the right gradient where its gain is frozen, as with adapters.
-
-    Workaround for Paddle 3.3.1: on the CPU the gradient of the input omits the gain if the gain itself needs no
-    gradient. So a frozen gain is multiplied outside the operation.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., D] to [..., D]."""
-        if x.stop_gradient or not self.weight.stop_gradient:
-            return super().forward(x)
-        return F.layer_norm(x, self._normalized_shape, epsilon=self._epsilon) * self.weight + self.bias
-
-
 def _norm(config: GPTConfig) -> LayerNorm:
-    return LayerNorm(config.hidden_size, epsilon=config.layer_norm_eps)
+    return LayerNorm(config.hidden_size, config.layer_norm_eps)

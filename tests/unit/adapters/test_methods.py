@@ -164,6 +164,15 @@ def test_dora_on_a_part_of_a_fused_matrix_is_refused() -> None:
         check_layout(metadata, family, config)
 
 
+def test_adapters_on_experts_that_are_one_tensor_in_files_are_refused() -> None:
+    family = FAMILIES["granite_moe"]
+    config = family.config_cls(**family.smoke)
+    check_layout(Adapters(["model.layers.0.self_attn.q_proj"], adapter_config(rank=2), Base(None, "")), family, config)
+    metadata = Adapters(["model.layers.0.mlp.experts.up_proj"], adapter_config(rank=2), Base(None, ""))
+    with pytest.raises(UserError, match=r"names .*experts.up_proj; .* one tensor in files, .*input_linear"):
+        check_layout(metadata, family, config)
+
+
 # on a quantised base
 
 BASES = [("nf4", False), ("nf4", True), ("int8", False)]

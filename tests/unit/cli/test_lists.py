@@ -135,7 +135,8 @@ def test_plugins_list_and_info(run: Run, registry: Registry) -> None:
     )
     stages += ", stage ppo, stage infer"
     models = "model llama, model mixtral, model qwen, model qwen_moe, model ernie, model gemma, model phi"
-    models += ", model granite, model smollm3, model olmo, model seed_oss, model hunyuan, model glm, model glm_moe"
+    models += ", model granite, model smollm3, model olmo, model seed_oss, model hunyuan, model glm, model cohere"
+    models += ", model starcoder, model internlm, model ministral, model granite_moe, model minimax, model glm_moe"
     models += ", model ernie_moe, model gpt, model deepseek"
     code, out, _ = run("plugins", "info", "builtin")
     assert code == 0

@@ -170,7 +170,7 @@ def test_fused_layers_give_the_same(pair: tuple[Path, Path]) -> None:
     fuse(model)
     assert np.abs(model(paddle.to_tensor(ids)).numpy() - before).max() <= 1e-5 * np.abs(before).max()
     now = {name for name, _ in model.named_parameters()}
-    assert (now == names) == (source.family.name in ("gpt", "gemma"))
+    assert (now == names) == (source.family.name in ("gpt", "gemma", "granite_moe", "minimax"))
     assert sum(p.size for p in model.parameters()) == sum(
         int(np.prod(shape)) for shape in parameter_shapes(source.family, source.config).values()
     )
@@ -187,8 +187,8 @@ def test_another_model_is_noticed(pair: tuple[Path, Path], tmp_path: Path) -> No
         check_files(pair[1], other)
     with pytest.raises(UserError, match="logits are off by"):
         compare(Predictor(pair[1]), live(other), "fp32")
-    if name == "granite":
-        return  # its small model repeats the last token of a prompt, whatever the seed
+    if name in ("granite", "granite_moe"):
+        return  # their small models repeat the last token of a prompt, whatever the seed
     with pytest.raises(UserError, match="greedy tokens differ"):
         compare_loop(Predictor(pair[1]), live(other))
 

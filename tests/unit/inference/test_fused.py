@@ -29,7 +29,7 @@ def _logits(model: Any, ids: np.ndarray) -> np.ndarray:
         return np.asarray(model(paddle.to_tensor(ids)).numpy())
 
 
-PLAIN = ("llama/", "qwen/", "ernie/", "seed_oss/", "phi/window")
+PLAIN = ("llama/", "qwen/", "ernie/", "seed_oss/", "phi/window", "internlm/")
 """Beginnings of cases whose layers one fused kernel computes, but for those with biases."""
 
 

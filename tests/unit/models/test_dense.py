@@ -30,7 +30,7 @@ CAPPED = {
 }
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen", "ernie", "seed_oss", "phi"])
+@pytest.mark.parametrize("family", ["llama", "qwen", "ernie", "seed_oss", "phi", "internlm"])
 def test_a_plain_description_has_plain_layers(family: str) -> None:
     model = tiny(family)
     assert FAMILIES[family].shape_spec(model.config).is_plain  # type: ignore[misc]
@@ -41,7 +41,7 @@ def test_a_plain_description_has_plain_layers(family: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "shape"),
-    [("gemma", {}), ("gemma", CAPPED), ("granite", {}), ("smollm3", {}), ("olmo", {}), ("glm", {})],
+    [("gemma", {}), ("gemma", CAPPED), ("granite", {}), ("smollm3", {}), ("olmo", {}), ("glm", {}), ("cohere", {})],
 )
 def test_no_fused_form_is_taken_for_other_layers(family: str, shape: dict[str, Any]) -> None:
     model = tiny(family, **shape)
@@ -66,7 +66,11 @@ def test_capped_scores_take_plain_masks() -> None:
 
 
 @pytest.mark.parametrize(
-    "case", ["gemma/gemma2", "gemma/gemma3", "smollm3/tied", "granite/tied", "glm/partial", "phi/window_tied"]
+    "case",
+    [
+        *("gemma/gemma2", "gemma/gemma3", "smollm3/tied", "granite/tied", "glm/partial", "phi/window_tied"),
+        *("cohere/tied", "starcoder/window_without_biases", "ministral/grown_window_tied"),
+    ],
 )
 def test_documents_in_a_row_are_as_if_they_were_alone(case: str) -> None:
     """Each kind of attention has its own rotation, window and mask."""
@@ -77,6 +81,16 @@ def test_documents_in_a_row_are_as_if_they_were_alone(case: str) -> None:
         together, _ = model.hidden_states(paddle.to_tensor(ids), document_starts=paddle.to_tensor(starts))
         alone = [model.hidden_states(paddle.to_tensor(part))[0].numpy() for part in (ids[:, :9], ids[:, 9:])]
     np.testing.assert_allclose(together.numpy(), np.concatenate(alone, 1), atol=2e-5)
+
+
+def test_queries_grow_with_their_position_in_their_document() -> None:
+    model = tiny("ministral")
+    starts = paddle.to_tensor([[0] * 20 + [20] * 20])
+    inputs = model.layer_inputs(0, 40, "float32", starts)
+    factors = np.tile(1 + 0.1 * np.log(1 + np.arange(20) // 16), 2).reshape(1, 40, 1, 1)
+    assert factors.max() > 1.06
+    for of_keys, of_queries in zip(inputs[:2], inputs[3:], strict=True):
+        np.testing.assert_allclose(of_queries.numpy(), of_keys.numpy() * factors, rtol=1e-6)
 
 
 @pytest.mark.parametrize("heads_first", [False, True])

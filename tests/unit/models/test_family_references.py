@@ -27,7 +27,7 @@ from llmsuite.inference.generate import generate
 from llmsuite.inference.sampling import Sampling, random_generator, sample_token
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.static import compile_layers
-from tests.support.families import CASES, FAMILIES, config_of, load, read_config, reference
+from tests.support.families import CASES, FAMILIES, config_of, load, read_config, reference, reference_gradient
 from tests.support.paths import REFERENCE
 
 TOLERANCE = 1e-5
@@ -45,6 +45,23 @@ def difference(model: Any, case: str) -> float:
 def test_logits_are_those_of_transformers(case: str) -> None:
     assert np.abs(reference(case)[1]).max() > 1, "such small logits would agree whatever the model does"
     assert difference(load(REFERENCE / case), case) <= TOLERANCE
+
+
+GROWN = config_of("ministral/grown").rope_scaling
+WITH_GRADIENT = [case for case in CASES if reference_gradient(case) is not None]
+
+
+@pytest.mark.parametrize("case", WITH_GRADIENT)
+def test_gradients_are_those_of_transformers(case: str) -> None:
+    """That of the embedding passes through every layer."""
+    model = load(REFERENCE / case)
+    model.train()
+    input_ids = paddle.to_tensor(reference(case)[0])
+    F.cross_entropy(model(input_ids[:, :-1]), input_ids[:, 1:]).backward()
+    theirs = reference_gradient(case)
+    assert theirs is not None
+    assert np.abs(theirs).max() > 0.01
+    np.testing.assert_allclose(model.model.embed_tokens.weight.grad.numpy(), theirs, rtol=0, atol=TOLERANCE)
 
 
 CHANGES: list[tuple[str, dict[str, Any]]] = [
@@ -88,6 +105,28 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("hunyuan/alpha_tied_biases", {"rope_scaling": {"rope_type": "dynamic", "alpha": 45.0}}),
     ("seed_oss/plain", {"rope_theta": 9000.0}),
     ("glm/partial", {"rope_theta": 9000.0}),
+    ("cohere/tied", {"sliding_window": 6}),
+    ("cohere/tied", {"sliding_window_pattern": 3, "layer_types": None}),
+    ("cohere/tied", {"rope_theta": 9000.0}),
+    ("cohere/tied", {"logit_scale": 0.79}),
+    ("cohere/untied_biases", {"rms_norm_eps": 1e-5}),
+    ("starcoder/tied", {"rope_theta": 9000.0}),
+    ("internlm/internlm3_biases", {"rope_theta": 9000.0}),
+    ("internlm/internlm3_dynamic_tied", {"rope_scaling": {"rope_type": "linear", "factor": 6.0}}),
+    ("ministral/grown", {"rope_scaling": {**GROWN, "llama_4_scaling_beta": 0.29}}),
+    ("ministral/grown", {"rope_scaling": {**GROWN, "beta_fast": 6.0}}),
+    ("ministral/grown_window_tied", {"sliding_window": 10}),
+    ("granite_moe/tied", {"embedding_multiplier": 2.9}),
+    ("granite_moe/tied", {"attention_multiplier": 0.31}),
+    ("granite_moe/tied", {"residual_multiplier": 0.69}),
+    ("granite_moe/tied", {"logits_scaling": 2.6}),
+    ("granite_moe/biases", {"num_experts_per_tok": 3}),
+    ("minimax/partial", {"partial_rotary_factor": 1.0}),
+    ("minimax/partial", {"rope_theta": 600.0}),
+    ("minimax/tied", {"num_experts_per_tok": 2}),
+    ("minimax/tied", {"rms_norm_eps": 1e-6}),
+    ("starcoder/window_without_biases", {"sliding_window": 6}),
+    ("starcoder/window_without_biases", {"rms_norm_eps": 1e-5}),
     ("glm_moe/partial", {"n_group": 2, "topk_group": 1}),
     ("glm_moe/partial", {"norm_topk_prob": False}),
     ("glm_moe/partial", {"rope_theta": 9000.0}),
@@ -331,6 +370,18 @@ def test_the_kind_of_a_rope_scaling_has_the_name_that_each_reader_looks_for() ->
     assert type(config).from_hf({**config.to_hf(), "rope_scaling": older}) == config
 
 
+def test_the_first_minimax_files_have_the_size_of_the_rotated_part() -> None:
+    theirs = {key: value for key, value in read_config("minimax/partial").items() if key != "rope_parameters"}
+    published = {**theirs, "rope_theta": 500.0, "rotary_dim": 6, "use_mtp": True, "attn_type_list": [1, 1, 1]}
+    assert FAMILIES["minimax"].config_cls.from_hf(published) == config_of("minimax/partial")
+
+
+def test_a_ministral_without_a_scaling_has_that_of_its_default() -> None:
+    data = {key: value for key, value in read_config("ministral/grown").items() if key != "rope_parameters"}
+    config = FAMILIES["ministral"].config_cls.from_hf(data)
+    assert (config.rope_theta, config.rope_scaling) == (1e6, FAMILIES["ministral"].config_cls().rope_scaling)
+
+
 @pytest.mark.parametrize("case", ["deepseek/v3", "glm_moe/partial"])
 def test_mtp_layers_are_copied_or_omitted_with_a_message(case: str, tmp_path: Path) -> None:
     extra = {
@@ -421,6 +472,17 @@ REFUSED = [
     ),
     ("hunyuan/plain", {"use_cla": True}, "use_cla is True; the hunyuan family has False only"),
     ("granite/tied", {"position_embedding_type": "nope"}, "does not know position_embedding_type"),
+    ("cohere/tied", {"use_qk_norm": True}, "use_qk_norm is True; the cohere family has False only"),
+    ("cohere/tied", {"use_parallel_block": False}, "use_parallel_block is False; the cohere family has True only"),
+    ("cohere/tied", {"rms_norm_eps": 1e-5}, "the cohere family does not know rms_norm_eps"),
+    ("granite_moe/tied", {"shared_intermediate_size": 8}, "does not know shared_intermediate_size"),
+    ("minimax/tied", {"attn_type_list": [1, 0, 1]}, "attn_type_list is not 1 for all layers"),
+    ("minimax/tied", {"sliding_window": 9}, "sliding_window is 9; the minimax family has no window"),
+    ("minimax/tied", {"use_routing_bias": False}, "use_routing_bias is False; the minimax family has True only"),
+    ("minimax/tied", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1; the minimax family has 0.0 only"),
+    ("minimax/tied", {"rotary_dim": "x", "rope_parameters": None}, "'x' is no size of a head"),
+    ("starcoder/tied", {"hidden_act": "silu"}, "hidden_act is 'silu'; the starcoder family has 'gelu_pytorch_tanh'"),
+    ("starcoder/tied", {"norm_type": "rms_norm"}, "norm_type is 'rms_norm'; the starcoder family has 'layer_norm'"),
     (
         "glm_moe/partial",
         {"scoring_func": "softmax"},
@@ -469,6 +531,20 @@ REFUSED = [
         ("olmo/olmo3", {"sliding_window": None}, "sliding_window"),
         ("hunyuan/plain", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling"),
         ("glm/partial", {"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
+        ("cohere/tied", {"layer_types": ["full_attention"]}, "layer_types"),
+        ("cohere/tied", {"sliding_window": None}, "sliding_window"),
+        ("internlm/internlm3_biases", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling"),
+        (
+            "internlm/internlm3_biases",
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0, "alpha": 2.0}},
+            "rope_scaling",
+        ),
+        ("ministral/grown", {"rope_scaling": None}, "rope_scaling"),
+        ("ministral/grown", {"rope_scaling": {**GROWN, "rope_type": "linear"}}, "rope_scaling"),
+        ("granite_moe/tied", {"num_experts_per_tok": 7}, "num_experts_per_tok"),
+        ("minimax/tied", {"num_experts_per_tok": 7}, "num_experts_per_tok"),
+        ("minimax/partial", {"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
+        ("starcoder/tied", {"num_attention_heads": 5, "num_key_value_heads": 5}, "hidden_size"),
         ("glm_moe/partial", {"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
         ("glm_moe/partial", {"first_k_dense_replace": 3}, "first_k_dense_replace"),
         ("glm_moe/partial", {"n_group": 3}, "n_group"),

@@ -35,9 +35,9 @@ class Image(PlainShape):
 
 
 CONFIGS = {
-    HasWindow: {"llama", "gemma", "mixtral", "olmo", "phi"},
+    HasWindow: {"llama", "cohere", "gemma", "ministral", "mixtral", "olmo", "phi", "starcoder"},
     HasMtpLayers: {"deepseek", "glm_moe"},
-    HasGateBias: {"deepseek", "ernie_moe", "glm_moe", "mixtral", "qwen_moe"},
+    HasGateBias: {"deepseek", "ernie_moe", "glm_moe", "granite_moe", "minimax", "mixtral", "qwen_moe"},
 }
 NAMES = {
     HasPaddleNLPNames: {"gpt"},

@@ -1,4 +1,4 @@
-"""The norm of a GPT: its gradient does not depend on what else is trained."""
+"""LayerNorm: its gradient does not depend on what else is trained."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import paddle
 import pytest
 
-from llmsuite.models.gpt.layers import LayerNorm
+from llmsuite.models.blocks import LayerNorm
 from llmsuite.models.initial_values import initial_values
 
 SIZE = 24
@@ -14,7 +14,7 @@ SIZE = 24
 
 def gradient_of(frozen: tuple[bool, bool]) -> tuple[np.ndarray, np.ndarray]:
     """Output of a norm, and the gradient of its input; `frozen`: gain and bias."""
-    norm = LayerNorm(SIZE)
+    norm = LayerNorm(SIZE, 1e-5)
     for name, parameter, is_frozen in zip(("gain", "bias"), norm.parameters(), frozen):
         parameter.set_value(initial_values(0, name, [SIZE], 1.0))
         parameter.stop_gradient = is_frozen
