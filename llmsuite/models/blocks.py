@@ -26,7 +26,7 @@ from llmsuite.models.exact import describe_module
 from llmsuite.models.head import head_of, is_tied
 from llmsuite.models.linear import Linear
 from llmsuite.models.logit_ops import LogitOps
-from llmsuite.models.rotation import rotation, rotation_at
+from llmsuite.models.rotation import positions, rotation, rotation_at
 
 LayerCache = tuple[Tensor, Tensor]
 AttentionKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, Any], tuple[Tensor, LayerCache]]
@@ -219,6 +219,8 @@ class DecoderLayer(nn.Layer):
 
     is_mtp: ClassVar[bool] = False
     """True for a layer that predicts the token after the next one, see `llmsuite.models.moe.MTPLayer`."""
+    keeps_state: bool = False
+    """True where the cache of the layer is a state without positions, as that of linear attention."""
     attention_modules: ClassVar[Sequence[str]] = ()
     """Modules of the first half of a layer of which only that half can be compiled; () for a layer that is compiled as
     a whole. See `llmsuite.models.moe.MoELayer`."""
@@ -474,7 +476,7 @@ class CausalLM(nn.Layer):
         """
         assert self.ops.decoding.heads_first, "the model is built for training"
         length = dim_size(input_ids, 1)
-        start = 0 if cache is None else dim_size(cache[0][0], -2)
+        start = 0 if cache is None else dim_size(cache[self._layer_with_positions()][0], -2)
         if cache_len is None:
             queries = paddle.arange(length) + start
             keys = paddle.arange(start + length)
@@ -498,7 +500,12 @@ class CausalLM(nn.Layer):
     def _length(self, cache: list[LayerCache] | None) -> int:
         if not cache:
             return 0
-        return cache[0][0].shape[-2 if self.ops.decoding.heads_first else 1]
+        return cache[self._layer_with_positions()][0].shape[-2 if self.ops.decoding.heads_first else 1]
+
+    def _layer_with_positions(self) -> int:
+        """The first layer whose cache has a dim of positions."""
+        numbers = (number for number, layer in enumerate(self.model.layers) if not keeps_state(layer))
+        return next(numbers)
 
     def embed_at(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Input ids [B, L] at the positions [B, L] to the input of the first layer, [B, L, D]."""
@@ -575,10 +582,21 @@ class RotaryLM(CausalLM):
         layers: Sequence[nn.Layer],
         norm: nn.Layer,
         kinds: Sequence[tuple[int, int | None]] | None = None,
+        gives_positions: bool = False,
     ):
-        """`config` has the fields of `decoder_config.RotaryConfig` besides those that `CausalLM` needs. `kinds` are the
-        different attentions of its layers, as (index of the rotary table, window); None where all are alike."""
+        """
+        Args:
+            config: has the fields of `decoder_config.RotaryConfig` besides those that `CausalLM` needs.
+            ops: as for `CausalLM`.
+            layers: as for `CausalLM`.
+            norm: as for `CausalLM`.
+            kinds: the different attentions of its layers, as (index of the rotary table, window); None where all are
+                alike.
+            gives_positions: the last input of the layers is the positions of the tokens, [B, L], for linear attention;
+                None where the tokens continue a cache, or begin at position 0.
+        """
         super().__init__(config, ops, layers, norm)
+        self._gives_positions = gives_positions
         tables = config.rotations()
         chosen = [(0, self.window)] if kinds is None else kinds
         self.windows = tuple(window for _, window in chosen)
@@ -592,6 +610,8 @@ class RotaryLM(CausalLM):
         masks = self.masks(start, length, dtype, document_starts)
         for (frequencies, scale), mask in zip(self._rotations, masks):
             inputs += [*rotation(frequencies, scale, start, length, dtype, document_starts), mask]
+        if self._gives_positions:
+            inputs.append(None if document_starts is None else positions(document_starts))
         return tuple(inputs)
 
     def layer_inputs_at(self, positions: Tensor, mask: Any, dtype: Any) -> tuple[Tensor | None, ...]:
@@ -600,12 +620,19 @@ class RotaryLM(CausalLM):
         inputs: list[Tensor | None] = []
         for (frequencies, scale), own in zip(self._rotations, masks):
             inputs += [*rotation_at(frequencies, scale, positions, dtype), own]
+        if self._gives_positions:
+            inputs.append(positions)
         return tuple(inputs)
 
 
 def is_mtp(layer: nn.Layer) -> bool:
     """True for a layer that predicts the token after the next one."""
     return isinstance(layer, DecoderLayer) and layer.is_mtp
+
+
+def keeps_state(layer: nn.Layer) -> bool:
+    """True for a layer whose cache is a state without positions."""
+    return isinstance(layer, DecoderLayer) and layer.keeps_state
 
 
 def dim_size(x: Tensor, dim: int) -> Any:

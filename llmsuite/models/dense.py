@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import paddle
 import paddle.nn.functional as F
@@ -29,11 +28,13 @@ from llmsuite.models.blocks import (
     RotaryLM,
     extend_cache,
     halves,
+    linear,
 )
 from llmsuite.models.decoder_config import DenseConfig
+from llmsuite.models.gated_delta import GatedDeltaAttention
 from llmsuite.models.head import head_of
+from llmsuite.models.shape_spec import GatedDelta, GroupedQuery, LayerSpec, Norm
 from llmsuite.models.shape_spec import GatedMLP as GatedMLPSpec
-from llmsuite.models.shape_spec import GroupedQuery, LayerSpec, Norm
 
 
 class OffsetRMSNorm(RMSNorm):
@@ -62,6 +63,9 @@ class DenseAttention(Attention):
         self.rotates = spec.rotary
         self.rotary_size = size if spec.rotary_size is None else spec.rotary_size
         self.query_scale = 1.0 if spec.scale is None else spec.scale * size**0.5  # the core divides by the root
+        self.is_gated = spec.gated
+        if spec.gated:
+            self.q_proj = linear(config.hidden_size, 2 * spec.heads * size, spec.biased)
         self.norms_at = spec.normed
         if spec.normed:
             q_size = size
@@ -78,6 +82,9 @@ class DenseAttention(Attention):
         """x [B, L, D] to [B, L, D] and the cache, with the arguments of `Attention.forward`."""
         projections = [self.q_proj, self.k_proj, self.v_proj]
         q, k, v = self.apply_linears(projections, x, None)
+        gate = None
+        if self.is_gated:
+            q, gate = (part.flatten(2) for part in q.reshape([0, 0, -1, 2 * self.head_size]).split(2, -1))
         if self.norms_at == "whole":
             q, k = self._normed(q, k)
         q, k, v = (part.reshape([0, 0, -1, self.head_size]) for part in (q, k, v))
@@ -91,8 +98,10 @@ class DenseAttention(Attention):
         if self.query_scale != 1.0:
             q = q * self.query_scale
         k, v = extend_cache(k, v, past, self.heads_first)
-        out = self.core(q, k, v, mask)
-        return self.o_proj(out.reshape([0, 0, -1])), (k, v)
+        out = self.core(q, k, v, mask).reshape([0, 0, -1])
+        if gate is not None:
+            out = out * F.sigmoid(gate)
+        return self.o_proj(out), (k, v)
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         assert self.q_norm is not None
@@ -132,7 +141,8 @@ class DenseLayer(DecoderLayer):
     """A decoder layer with norms before attention and MLP, after them or both, and scaled residuals."""
 
     def __init__(self, config: DenseConfig, ops: Ops, spec: LayerSpec, kind: int):
-        """`kind` is the index of its attention among the kinds of the model (`RotaryLM`)."""
+        """`kind` is the index of its attention among the kinds of the model (`RotaryLM`); linear attention comes after
+        them."""
         norm = functools.partial(make_norm, spec.norm, config.hidden_size, config.rms_norm_eps, ops)
         before: list[nn.Layer | None] = [None, None]
         after: list[nn.Layer | None] = [None, None]
@@ -143,12 +153,16 @@ class DenseLayer(DecoderLayer):
         super().__init__(before[0], make_attention(config, ops, spec), before[1], make_mlp(config, ops, spec))
         self.post_self_attn_layernorm, self.post_mlp_layernorm = after
         self.residual_scale = spec.residual_scale
-        self.kind = kind
+        first = 3 * kind
+        self.of_attention = slice(first, first + 3)
+        """Where the inputs of its attention are among the outputs of `CausalLM.layer_inputs`."""
+        self.keeps_state = isinstance(spec.attention, GatedDelta)
+        if self.keeps_state:
+            self.of_attention = slice(first, first + 1)
 
     def forward(self, x: Tensor, *inputs: Tensor | None, past: LayerCache | None = None) -> tuple[Tensor, LayerCache]:
         """x [B, L, D] and the outputs of `CausalLM.layer_inputs` to [B, L, D] and the layer's cache."""
-        cos, sin, mask = inputs[3 * self.kind : 3 * self.kind + 3]
-        attended, present = self.self_attn(_normed(self.input_layernorm, x), cos, sin, mask, past)
+        attended, present = self.self_attn(_normed(self.input_layernorm, x), *inputs[self.of_attention], past)
         x = self._sum(x, _normed(self.post_self_attn_layernorm, attended))
         inner = self.mlp(_normed(self.post_attention_layernorm, x))
         return self._sum(x, _normed(self.post_mlp_layernorm, inner)), present
@@ -174,9 +188,9 @@ class DenseLM(RotaryLM):
         if any(layer.score_cap is not None for layer in spec.layers):  # its attention takes plain masks
             ops = dataclasses.replace(ops, causal_mask=causal_mask, document_mask=document_mask)
         kinds = spec.attention_kinds
-        layers = [_make_layer(config, ops, layer, kinds) for layer in spec.layers]
+        layers = [_make_layer(config, ops, layer, kinds, spec.has_states) for layer in spec.layers]
         norm = make_norm(spec.norm, config.hidden_size, config.rms_norm_eps, ops)
-        super().__init__(config, ops, layers, norm, kinds)
+        super().__init__(config, ops, layers, norm, kinds, spec.has_states)
 
 
 class ScaledLM(DenseLM):
@@ -220,13 +234,24 @@ def make_norm(kind: Norm, size: int, eps: float, ops: Ops) -> nn.Layer:
     return OffsetRMSNorm(size, eps, ops) if kind == "offset_rms" else RMSNorm(size, eps, ops)
 
 
-def make_attention(config: DenseConfig, ops: Ops, spec: LayerSpec) -> Attention:
+def make_attention(config: DenseConfig, ops: Ops, spec: LayerSpec) -> Attention | GatedDeltaAttention:
     """The attention of a layer."""
     what = spec.attention
+    if isinstance(what, GatedDelta):
+        return GatedDeltaAttention(config.hidden_size, config.rms_norm_eps, ops, what)
     assert isinstance(what, GroupedQuery)
     if what.is_plain and not (what.normed and spec.norm == "offset_rms"):
         return Attention(config, ops, what.biased, what.output_biased, what.normed == "heads", what.interleaved)
     return DenseAttention(config, ops, what, spec.norm)
+
+
+def kind_of(spec: LayerSpec, kinds: Sequence[tuple[int, int | None]]) -> int:
+    """The index of a layer's attention among the kinds of the model; linear attention comes after them."""
+    what = spec.attention
+    if isinstance(what, GatedDelta):
+        return len(kinds)
+    assert isinstance(what, GroupedQuery)
+    return kinds.index((what.rotation, what.window))
 
 
 def make_mlp(config: DenseConfig, ops: Ops, spec: LayerSpec) -> GatedMLP:
@@ -238,10 +263,9 @@ def make_mlp(config: DenseConfig, ops: Ops, spec: LayerSpec) -> GatedMLP:
 
 
 def _make_layer(
-    config: DenseConfig, ops: Ops, spec: LayerSpec, kinds: tuple[tuple[int, int | None], ...]
+    config: DenseConfig, ops: Ops, spec: LayerSpec, kinds: tuple[tuple[int, int | None], ...], has_states: bool
 ) -> DecoderLayer:
-    what: Any = spec.attention
-    if not spec.has_plain_residuals or len(kinds) > 1:
-        return DenseLayer(config, ops, spec, kinds.index((what.rotation, what.window)))
+    if not spec.has_plain_residuals or len(kinds) > 1 or has_states:
+        return DenseLayer(config, ops, spec, kind_of(spec, kinds))
     norms = [make_norm(spec.norm, config.hidden_size, config.rms_norm_eps, ops) for _ in range(2)]
     return DecoderLayer(norms[0], make_attention(config, ops, spec), norms[1], make_mlp(config, ops, spec))

@@ -139,38 +139,41 @@ class GatedSharedMoE(nn.Layer):
 class LayerWithoutExperts(DecoderLayer):
     """A layer without experts, in a model that has some in others."""
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, *token_mask: Any, past: LayerCache | None = None
-    ) -> tuple[Tensor, LayerCache]:
-        """x [B, L, D] to [B, L, D] and the layer's cache; a layer without experts ignores `token_mask`."""
-        return super().forward(x, cos, sin, mask, past)
+    of_attention = slice(0, 3)
+    """Where the inputs of its attention are among the outputs of `CausalLM.layer_inputs`."""
+
+    def forward(self, x: Tensor, *inputs: Any, past: LayerCache | None = None) -> tuple[Tensor, LayerCache]:
+        """x [B, L, D] and the outputs of `CausalLM.layer_inputs` to [B, L, D] and the layer's cache."""
+        call = self.call
+        attended, present = call(self.self_attn, call(self.input_layernorm, x), *inputs[self.of_attention], past)
+        x = x + attended
+        return x + call(self.mlp, call(self.post_attention_layernorm, x)), present
 
 
 class MoELayer(DecoderLayer):
     """A layer whose MLP is a `MoE`, or has the same signature."""
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, *token_mask: Any, past: LayerCache | None = None
-    ) -> tuple[Tensor, LayerCache]:
-        """x [B, L, D] to [B, L, D] and the layer's cache; `token_mask` as in `Gate.forward`."""
-        attended, present = self.self_attn(self.input_layernorm(x), cos, sin, mask, past)
-        return self.mlp_block(x + attended, cos, sin, mask, *token_mask), present
+    of_attention = slice(0, 3)
+    """Where the inputs of its attention are among the outputs of `CausalLM.layer_inputs`."""
+    num_inputs = 3
+    """Number of the inputs of all attentions there; the token mask of `Gate.forward`, if there is one, follows them."""
+
+    def forward(self, x: Tensor, *inputs: Any, past: LayerCache | None = None) -> tuple[Tensor, LayerCache]:
+        """x [B, L, D] and the outputs of `CausalLM.layer_inputs` to [B, L, D] and the layer's cache."""
+        attended, present = self.self_attn(self.input_layernorm(x), *inputs[self.of_attention], past)
+        return self.mlp_block(x + attended, *inputs), present
 
     # `train_block` in two halves; only the first one can be compiled (`shape_spec.ATTENTION_MODULES`)
 
-    def attention_block(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, token_mask: Tensor | None = None
-    ) -> Tensor:
+    def attention_block(self, x: Tensor, *inputs: Any) -> Tensor:
         """The first half, [B, L, D] to [B, L, D]: the modules in `attention_modules`."""
-        return x + self.self_attn(self.input_layernorm(x), cos, sin, mask)[0]
+        return x + self.self_attn(self.input_layernorm(x), *inputs[self.of_attention])[0]
 
     attention_modules = ATTENTION_MODULES
 
-    def mlp_block(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, token_mask: Tensor | None = None
-    ) -> Tensor:
+    def mlp_block(self, x: Tensor, *inputs: Any) -> Tensor:
         """The second half, [B, L, D] to [B, L, D]: norm, gate and experts."""
-        return x + self.mlp(self.post_attention_layernorm(x), token_mask)
+        return x + self.mlp(self.post_attention_layernorm(x), *inputs[self.num_inputs :])
 
 
 class MTPLayer(MoELayer):

@@ -34,6 +34,8 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("qwen", {}),
     ("mixtral", {}),
     ("qwen_moe", {}),
+    ("qwen_hybrid", {}),
+    ("qwen_hybrid_moe", {}),
     ("ernie", {}),
     ("gemma", {}),
     ("gemma", {"model_type": "gemma2", "rope_local_base_freq": None, "attn_logit_softcapping": 50.0}),

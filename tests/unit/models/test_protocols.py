@@ -37,7 +37,7 @@ class Image(PlainShape):
 CONFIGS = {
     HasWindow: {"llama", "gemma", "mixtral", "olmo", "phi"},
     HasMtpLayers: {"deepseek", "glm_moe"},
-    HasGateBias: {"deepseek", "ernie_moe", "glm_moe", "mixtral", "qwen_moe"},
+    HasGateBias: {"deepseek", "ernie_moe", "glm_moe", "mixtral", "qwen_hybrid_moe", "qwen_moe"},
 }
 NAMES = {
     HasPaddleNLPNames: {"gpt"},
