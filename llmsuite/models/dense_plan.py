@@ -58,7 +58,7 @@ PLAN = ShardPlan(
     last_norm="model.norm",
     problems=_problems,
 )
-"""It has entries for all parameters that any dense decoder has, except for linear attention; a pattern that matches none
+"""It has entries for all parameters that any dense decoder has, but for linear attention; a pattern that matches none
 has no effect."""
 DELTA_DIMS = (
     ("model.layers.*.self_attn.in_*_proj.weight", 1),
