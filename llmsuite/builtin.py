@@ -279,6 +279,13 @@ def llmsuite_register_models() -> list[ModelFamily]:
         _dense("mixtral", "Mixtral", "Mixtral", ("mixtral",)),
         _dense("qwen", "Qwen", "Qwen2, Qwen2.5, dense Qwen3", ("qwen2", "qwen3"), gguf=("qwen2", "qwen3")),
         _dense("qwen_moe", "QwenMoe", "Qwen2-MoE, Qwen3-MoE", ("qwen2_moe", "qwen3_moe")),
+        _dense("qwen_hybrid", "QwenHybrid", "Qwen3.5 for text, without experts", ("qwen3_5_text",)),
+        _dense(
+            "qwen_hybrid_moe",
+            "QwenHybridMoe",
+            "Qwen3-Next, Qwen3.5 for text with experts",
+            ("qwen3_next", "qwen3_5_moe_text"),
+        ),
         _dense("ernie", "Ernie", "ERNIE-4.5 without experts", ("ernie4_5",)),
         _dense("gemma", "Gemma", "Gemma 2 and 3 for text", ("gemma2", "gemma3_text")),
         _dense("phi", "Phi", "Phi-3, Phi-3.5, Phi-4", ("phi3",)),

@@ -10,7 +10,7 @@ from typing import Any
 from llmsuite.contract.specs import ModelFamily
 from llmsuite.models import sparse_plan
 from llmsuite.models.decoder_config import DenseConfig
-from llmsuite.models.dense_plan import PLAN
+from llmsuite.models.dense_plan import DELTA_DIMS, PLAN
 from llmsuite.models.shard_plan import ShardPlan
 
 
@@ -58,6 +58,9 @@ def dense_family(
 
 
 def _plan(config_cls: type[DenseConfig]) -> ShardPlan:
-    if config_cls.experts_key is None:
-        return PLAN
-    return dataclasses.replace(sparse_plan.PLAN, num_experts=config_cls.experts_key)
+    plan = PLAN
+    if config_cls.experts_key is not None:
+        plan = dataclasses.replace(sparse_plan.PLAN, num_experts=config_cls.experts_key)
+    if config_cls.has_linear_attention:
+        plan = dataclasses.replace(plan, shard_dims=(*plan.shard_dims, *DELTA_DIMS))
+    return plan

@@ -2,7 +2,7 @@
 
 A batch is padded on the left. Its cache is a list of tensors [B, …, S, …]; the last dim but one is that of positions,
 padding included. All tensors have the same positions, so rows can be removed, reordered and joined whatever a family
-caches.
+caches. Only the states of linear attention, [B, …], have no positions (`StateCache`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from llmsuite.adapters.layers.reft import chosen_columns
 from llmsuite.base.errors import UserError
 from llmsuite.base.typing import Tensor
 from llmsuite.devices.tensors import tensor_of
+from llmsuite.models.blocks import keeps_state
 from llmsuite.models.token_context import tokens as tokens_with
 
 Cache = Sequence[Tensor]
@@ -127,13 +128,14 @@ class ModelDecoder:
         self.edited_ends = model.edited_ends
         """The `edited_ends` of `adapters.layers.reft.add_interventions`; None without interventions."""
         self._cache_dtype = model.decoding.cache_dtype
+        self._states = states_of(model)
         self._num_prefix = model.num_prefix_tokens
         is_unsharded = mesh is None or mesh.degrees.tp == mesh.degrees.pp == 1
         edits_prompts = self.edited_ends is not None or self._num_prefix > 0
         if edits_prompts:
             self._prefill = None
         self.traits = DecoderTraits(
-            supports_prefix_cache=is_unsharded and not edits_prompts,
+            supports_prefix_cache=is_unsharded and not edits_prompts and not self._states,
             supports_chunked_prefill=self.edited_ends is None,
             prefill_speedup=1 if self._prefill is None else _PREFILL_SPEEDUP,
             double_cost_len=_DOUBLE_COST_PER_WIDTH * int(model.config.hidden_size),
@@ -193,6 +195,8 @@ class ModelDecoder:
         present: Cache = self._local([tensor for pair in new for tensor in pair])
         if begins:
             present = [move_prefix_after_padding(tensor, padding, self._num_prefix) for tensor in present]
+        if self._states:
+            return hidden, StateCache(present, self._states)
         return hidden, KVCache.of(present) if self._accepts_buffer else present
 
     def _through_stages(self, tokens: Tensor, padding: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
@@ -214,7 +218,7 @@ class ModelDecoder:
         rows = tokens.shape[0]
         dtype = next(iter(model.parameters())).dtype
         logits = run_stages(self._mesh, own, [*tokens.shape, config.hidden_size], dtype, [rows, self.vocab_size])
-        return logits, present
+        return logits, StateCache(present, self._states) if self._states else present
 
     def _replicated(self, stage_input: Tensor | None) -> Tensor | None:
         """Hidden states that all tensor parallel ranks have, as a distributed tensor."""
@@ -401,6 +405,55 @@ class KVCache(Sequence[Tensor]):
         return self._buffers[number][..., : self.seq_len, :]
 
 
+class StateCache(Sequence[Tensor]):
+    """A cache some of whose tensors are states without positions, which are padded and cut for no length."""
+
+    def __init__(self, tensors: Sequence[Tensor], states: frozenset[int]):
+        """
+        Args:
+            tensors: [B, …, S, …] each, states [B, …].
+            states: numbers of the states among them.
+        """
+        self._tensors = list(tensors)
+        self._states = states
+        self._with_positions = next(number for number in range(len(self._tensors)) if number not in states)
+
+    @property
+    def seq_len(self) -> int:
+        """Number of positions, padding included."""
+        return int(self._tensors[self._with_positions].shape[-2])
+
+    def select_rows(self, index: Tensor, first: int) -> StateCache:
+        """The cache of rows [n], from position `first` on."""
+        tensors = [
+            tensor[..., first:, :] if first and number not in self._states else tensor
+            for number, tensor in enumerate(self._tensors)
+        ]
+        return StateCache([paddle.index_select(tensor, index, 0) for tensor in tensors], self._states)
+
+    def joined(self, other: Cache) -> StateCache:
+        """Join the rows of this cache and another one; the shorter cache gets padding on the left."""
+        length = max(self.seq_len, cache_len(other))
+        tensors = [
+            paddle.concat(pair if number in self._states else [pad_left(tensor, length) for tensor in pair])
+            for number, pair in enumerate(zip(self, other))
+        ]
+        return StateCache(tensors, self._states)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __getitem__(self, number: Any) -> Any:
+        return self._tensors[number]
+
+
+def states_of(model: Any) -> frozenset[int]:
+    """Numbers of the tensors in the cache of a model that are states without positions."""
+    return frozenset(
+        2 * number + part for number, layer in enumerate(model.model.layers) if keeps_state(layer) for part in (0, 1)
+    )
+
+
 def _reserve(cache: Cache, num_new: int) -> list[Tensor]:
     """Buffers that begin with `cache` and have room for `num_new` positions."""
     buffers = cache.reserve(num_new) if isinstance(cache, KVCache) else None
@@ -430,7 +483,7 @@ def select_rows(cache: Cache, rows: Sequence[int], first: int = 0) -> Cache:
     if isinstance(cache, ShardedCache):
         return cache.select_rows(rows, first)
     index = tensor_of(np.asarray(rows, "int64"))
-    if isinstance(cache, KVCache):
+    if isinstance(cache, KVCache | StateCache):
         return cache.select_rows(index, first)
     if first:
         cache = [tensor[..., first:, :] for tensor in cache]
@@ -439,13 +492,15 @@ def select_rows(cache: Cache, rows: Sequence[int], first: int = 0) -> Cache:
 
 def cache_len(cache: Cache) -> int:
     """Number of positions in a cache, padding included."""
-    return cache.seq_len if isinstance(cache, KVCache) else int(cache[0].shape[-2])
+    return cache.seq_len if isinstance(cache, KVCache | StateCache) else int(cache[0].shape[-2])
 
 
 def join_caches(first: Cache, second: Cache) -> Cache:
     """Join the rows of two caches; the shorter cache gets padding on the left."""
     if isinstance(first, ShardedCache):
         return first.join(second)
+    if isinstance(first, StateCache):
+        return first.joined(second)
     length = max(cache_len(first), cache_len(second))
     return [paddle.concat([pad_left(a, length), pad_left(b, length)]) for a, b in zip(first, second)]
 

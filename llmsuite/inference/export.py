@@ -125,11 +125,13 @@ def export(
 
     Raises:
         UserError: the target exists, the device does not support the precision, the model cannot be cut for the
-            degrees or stored in the precision, a value is not finite, or no predictor runs on the device.
+            degrees or stored in the precision, it has linear attention, a value is not finite, or no predictor runs
+            on the device.
     """
     if exists(target):
         raise UserError(f"{target} exists; choose another --output, or remove it first")
     _check_precision(precision, backend)
+    _check_cache(source)
     predictor_calls(backend)  # raises, if no predictor runs there, before anything is computed
     has_kernels = _is_packed(precision, backend)
     if has_kernels and degrees.num_ranks > 1:
@@ -229,6 +231,7 @@ def _prepare_for_program(model: Any, source: ModelDirectory, backend: DeviceBack
 
 def record_export(source: ModelDirectory, backend: DeviceBackend, precision: str, rows: TokenRows) -> RankRecord:
     """Record the outputs of a model's modules in a program for one device, which is built here and not written."""
+    _check_cache(source)
     model, dtype = _load_fused(source, backend, precision, ALONE_MESH)
     shapes = cache_shapes(model)
     _prepare_for_program(model, source, backend, ALONE_MESH)
@@ -250,6 +253,16 @@ def _check_precision(precision: str, backend: DeviceBackend) -> None:
     if precision not in known:
         hint = left_out_precision(backend.name, precision)
         raise UserError(f"--precision {precision}: {backend.name} has {', '.join(known)}{hint}")
+
+
+def _check_cache(source: ModelDirectory) -> None:
+    """Raise UserError for a model whose cache has states without positions, which no program of a step has as input."""
+    shape_spec = source.family.shape_spec
+    if shape_spec is not None and shape_spec(source.config).has_states:
+        raise UserError(
+            f"{source.path}: the {source.family.name} family has linear attention, whose state an exported program "
+            "does not carry; generate and serve run the model itself"
+        )
 
 
 def _write_kernels(directory: Path, backend: DeviceBackend) -> None:

@@ -5,12 +5,14 @@ The stages compute a batch one after the other: pipelines are for models that do
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from llmsuite.base.errors import UserError
 from llmsuite.base.typing import Tensor
 from llmsuite.contract.specs import ModelFamily
+from llmsuite.models.blocks import keeps_state
 from llmsuite.models.head import is_tied
 from llmsuite.models.shard_plan import UNSHARDED
 from llmsuite.parallel import collective
@@ -48,11 +50,18 @@ def keep_stage_layers(model: Any, family: ModelFamily, mesh: Mesh, shapes: Mappi
     """Remove from a lazily built model all layers that other stages have; `family` and `shapes` as for `stage_bounds`.
 
     Raises:
-        UserError: the model has interventions or prefixes, or too few layers.
+        UserError: the model has interventions or prefixes, too few layers, or a stage only linear attention.
     """
     if model.edited_ends is not None or model.num_prefix_tokens:
         raise UserError("--pipeline_parallel_degree: not with interventions (reft) or prefixes; leave it out")
     bounds = stage_bounds(family, model.config, mesh.degrees.pp, shapes)
+    of_states = [keeps_state(layer) for layer in model.model.layers]
+    for stage, (first, last) in enumerate(itertools.pairwise(bounds)):
+        if all(of_states[first:last]):
+            raise UserError(
+                f"--pipeline_parallel_degree: stage {stage} has layers {first} to {last - 1}, all with linear "
+                "attention; each stage needs one with full attention: use fewer stages, or tensor parallelism"
+            )
     keep_part(model, family.shard_plan or UNSHARDED, mesh.coordinate["pp"], bounds, is_tied(model.config))
 
 

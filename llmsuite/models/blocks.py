@@ -251,6 +251,10 @@ class DecoderLayer(nn.Layer):
 
     is_mtp: ClassVar[bool] = False
     """True for a layer that predicts the token after the next one, see `llmsuite.models.moe.MTPLayer`."""
+    attention_inputs: tuple[int, int] = (0, 3)
+    """The range of the inputs of its attention among the outputs of `CausalLM.layer_inputs`."""
+    keeps_state: bool = False
+    """True where the cache of the layer is a state without positions, as that of linear attention."""
     attention_modules: ClassVar[Sequence[str]] = ()
     """Modules of the first half of a layer of which only that half can be compiled; () for a layer that is compiled as
     a whole. See `llmsuite.models.moe.MoELayer`."""
@@ -506,7 +510,7 @@ class CausalLM(nn.Layer):
         """
         assert self.ops.decoding.heads_first, "the model is built for training"
         length = dim_size(input_ids, 1)
-        start = 0 if cache is None else dim_size(cache[0][0], -2)
+        start = 0 if cache is None else dim_size(cache[self._layer_with_positions()][0], -2)
         if cache_len is None:
             queries = paddle.arange(length) + start
             keys = paddle.arange(start + length)
@@ -530,7 +534,12 @@ class CausalLM(nn.Layer):
     def _length(self, cache: list[LayerCache] | None) -> int:
         if not cache:
             return 0
-        return cache[0][0].shape[-2 if self.ops.decoding.heads_first else 1]
+        return cache[self._layer_with_positions()][0].shape[-2 if self.ops.decoding.heads_first else 1]
+
+    def _layer_with_positions(self) -> int:
+        """The first layer whose cache has a dim of positions."""
+        numbers = (number for number, layer in enumerate(self.model.layers) if not keeps_state(layer))
+        return next(numbers)
 
     def embed_at(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Input ids [B, L] at the positions [B, L] to the input of the first layer, [B, L, D]."""
@@ -608,11 +617,23 @@ class RotaryLM(CausalLM):
         norm: nn.Layer,
         kinds: Sequence[tuple[int, int | None]] | None = None,
         growth: tuple[float, int] | None = None,
+        gives_positions: bool = False,
     ):
-        """`config` has the fields of `decoder_config.RotaryConfig` besides those that `CausalLM` needs. `kinds` are the
-        different attentions of its layers, as (index of the rotary table, window); None where all are alike. With
-        `growth` (see `shape_spec.GroupedQuery`), which supports one kind, cos and sin of queries come last."""
+        """
+        Args:
+            config: has the fields of `decoder_config.RotaryConfig` besides those that `CausalLM` needs.
+            ops: as for `CausalLM`.
+            layers: as for `CausalLM`.
+            norm: as for `CausalLM`.
+            kinds: the different attentions of its layers, as (index of the rotary table, window); None where all are
+                alike.
+            growth: of queries, see `shape_spec.GroupedQuery`; supports one kind. Cos and sin of queries then follow the
+                inputs of the attentions.
+            gives_positions: the last input of the layers is the positions of the tokens, [B, L], for linear attention;
+                None where the tokens continue a cache, or begin at position 0.
+        """
         super().__init__(config, ops, layers, norm)
+        self._gives_positions = gives_positions
         tables = config.rotations()
         chosen = [(0, self.window)] if kinds is None else kinds
         self.windows = tuple(window for _, window in chosen)
@@ -628,13 +649,15 @@ class RotaryLM(CausalLM):
         masks = self.masks(start, length, dtype, document_starts)
         for (frequencies, scale), mask in zip(self._rotations, masks):
             inputs += [*rotation(frequencies, scale, start, length, dtype, document_starts), mask]
-        if self._growth is None:
-            return tuple(inputs)
-        if document_starts is None:
-            at = paddle.arange(start, start + length).unsqueeze(0)
-        else:
-            at = positions(document_starts)
-        return self._with_queries(inputs, at, dtype)
+        if self._growth is not None:
+            if document_starts is None:
+                at = paddle.arange(start, start + length).unsqueeze(0)
+            else:
+                at = positions(document_starts)
+            inputs += self._of_queries(inputs, at, dtype)
+        if self._gives_positions:
+            inputs.append(None if document_starts is None else positions(document_starts))
+        return tuple(inputs)
 
     def layer_inputs_at(self, positions: Tensor, mask: Any, dtype: Any) -> tuple[Tensor | None, ...]:
         """Rotation and mask, of each kind of attention."""
@@ -642,18 +665,27 @@ class RotaryLM(CausalLM):
         inputs: list[Tensor | None] = []
         for (frequencies, scale), own in zip(self._rotations, masks):
             inputs += [*rotation_at(frequencies, scale, positions, dtype), own]
-        return tuple(inputs) if self._growth is None else self._with_queries(inputs, positions, dtype)
+        if self._growth is not None:
+            inputs += self._of_queries(inputs, positions, dtype)
+        if self._gives_positions:
+            inputs.append(positions)
+        return tuple(inputs)
 
-    def _with_queries(self, inputs: list[Any], at: Tensor, dtype: Any) -> tuple[Tensor | None, ...]:
-        """Rotation and mask, and the rotation of queries at positions [B, L]."""
+    def _of_queries(self, inputs: Sequence[Any], at: Tensor, dtype: Any) -> list[Tensor]:
+        """Cos and sin of queries at positions [B, L], from those of keys at the start of the inputs."""
         assert self._growth is not None
         factors = growth_factors(self._growth, at, dtype)
-        return (*inputs, inputs[0] * factors, inputs[1] * factors)
+        return [inputs[0] * factors, inputs[1] * factors]
 
 
 def is_mtp(layer: nn.Layer) -> bool:
     """True for a layer that predicts the token after the next one."""
     return isinstance(layer, DecoderLayer) and layer.is_mtp
+
+
+def keeps_state(layer: nn.Layer) -> bool:
+    """True for a layer whose cache is a state without positions."""
+    return isinstance(layer, DecoderLayer) and layer.keeps_state
 
 
 def dim_size(x: Tensor, dim: int) -> Any:

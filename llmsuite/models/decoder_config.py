@@ -18,7 +18,7 @@ from llmsuite.base.errors import UserError
 from llmsuite.models.head import Head, read_head, with_head
 from llmsuite.models.hf_config import check_keys, kept_keys
 from llmsuite.models.rope import frequencies, magnitude, read_hf
-from llmsuite.models.shape_spec import GatedMLP, GeluMLP, GroupedQuery, LayerSpec, MoE, ShapeSpec
+from llmsuite.models.shape_spec import GatedDelta, GatedMLP, GeluMLP, GroupedQuery, LayerSpec, MoE, ShapeSpec
 
 PositiveInt = Annotated[int, Gt(0), Le(1 << 30)]
 NonNegativeInt = Annotated[int, Ge(0), Le(1 << 30)]
@@ -275,6 +275,8 @@ class DenseConfig(GroupedQueryConfig):
     shared_key: ClassVar[str] = "n_shared_experts x moe_intermediate_size"
     """The fields that give the width of the shared experts, for messages."""
 
+    has_linear_attention: ClassVar[bool] = False
+    """True for a family with linear attention (`shape_spec.GatedDelta`)."""
     stores_mtp: ClassVar[bool] = False
     """True for a family with shared experts whose files may have layers for multi-token prediction (`models.mtp`)."""
 
@@ -333,7 +335,9 @@ class DenseConfig(GroupedQueryConfig):
             heads=self.num_attention_heads, kv_heads=self.num_key_value_heads, head_size=self.head_size, **choices
         )
 
-    def layer(self, attention: GroupedQuery, mlp: GatedMLP | GeluMLP | MoE | None = None, **choices: Any) -> LayerSpec:
+    def layer(
+        self, attention: GroupedQuery | GatedDelta, mlp: GatedMLP | GeluMLP | MoE | None = None, **choices: Any
+    ) -> LayerSpec:
         """A layer of an attention and an MLP (None: one without biases or experts), with the fields in `choices`."""
         if mlp is None:
             mlp = GatedMLP(width=self.intermediate_size)

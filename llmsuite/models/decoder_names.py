@@ -13,6 +13,7 @@ from typing import Any
 from llmsuite.models.head import head_shapes, is_tied
 from llmsuite.models.hf_tensors import HfTensors
 from llmsuite.models.mtp import num_layers, num_mtp_layers
+from llmsuite.models.shape_spec import GatedDelta
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -53,14 +54,18 @@ def layer_shapes(hidden: int, attention: Shapes, mlp: Shapes) -> Shapes:
 
 
 def attention_shapes(
-    config: Any, qkv_bias: bool = False, o_bias: bool = False, qk_norms: tuple[int, int] | None = None
+    config: Any,
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    qk_norms: tuple[int, int] | None = None,
+    gated: bool = False,
 ) -> Shapes:
     """The parameters of `blocks.Attention`; `qk_norms` are the sizes of the norms of queries and keys, where it has
-    them."""
+    them, and with `gated` the matrix of queries has gates too."""
     hidden = config.hidden_size
     queries, keys = (heads * config.head_size for heads in (config.num_attention_heads, config.num_key_value_heads))
     shapes: Shapes = {}
-    for part, size in zip("qkv", (queries, keys, keys)):
+    for part, size in zip("qkv", (2 * queries if gated else queries, keys, keys)):
         shapes |= _matrix(f"{part}_proj", hidden, size, qkv_bias)
     shapes |= _matrix("o_proj", queries, hidden, o_bias)
     return shapes | {f"{part}_norm.weight": (size,) for part, size in zip("qk", qk_norms or ())}
@@ -69,6 +74,20 @@ def attention_shapes(
 def gelu_mlp_shapes(hidden: int, width: int, bias: bool) -> Shapes:
     """The parameters of `blocks.GeluMLP`."""
     return _matrix("up_proj", hidden, width, bias) | _matrix("down_proj", width, hidden, bias)
+
+
+def delta_shapes(hidden: int, what: GatedDelta) -> Shapes:
+    """The parameters of `gated_delta.GatedDeltaAttention`, in its order: those of its own come before its modules'."""
+    if what.joined:
+        widths = {"qkvz": 2 * what.key_width + 2 * what.width, "ba": 2 * what.heads}
+    else:
+        widths = dict.fromkeys("qk", what.key_width) | dict.fromkeys("vz", what.width) | dict.fromkeys("ba", what.heads)
+    shapes: Shapes = {"A_log": (what.heads,), "dt_bias": (what.heads,)}
+    for part, width in widths.items():
+        shapes |= _matrix(f"in_{part}_proj", hidden, width, bias=False)
+    for part, width in zip("qkv", (what.key_width, what.key_width, what.width)):
+        shapes[f"{part}_conv.weight"] = (what.taps, 1, width)
+    return shapes | {"norm.weight": (what.head_size,)} | _matrix("out_proj", what.width, hidden, bias=False)
 
 
 def mlp_shapes(hidden: int, width: int, bias: bool = False) -> Shapes:

@@ -31,12 +31,14 @@ from llmsuite.models.blocks import (
     RotaryLM,
     extend_cache,
     halves,
+    linear,
 )
 from llmsuite.models.decoder_config import DenseConfig
+from llmsuite.models.gated_delta import GatedDeltaAttention
 from llmsuite.models.head import head_of
+from llmsuite.models.shape_spec import GatedDelta, GroupedQuery, LayerSpec, Norm
 from llmsuite.models.shape_spec import GatedMLP as GatedMLPSpec
 from llmsuite.models.shape_spec import GeluMLP as GeluMLPSpec
-from llmsuite.models.shape_spec import GroupedQuery, LayerSpec, Norm
 
 
 class OffsetRMSNorm(RMSNorm):
@@ -65,6 +67,9 @@ class DenseAttention(Attention):
         self.rotates = spec.rotary
         self.rotary_size = size if spec.rotary_size is None else spec.rotary_size
         self.query_scale = 1.0 if spec.scale is None else spec.scale * size**0.5  # the core divides by the root
+        self.is_gated = spec.gated
+        if spec.gated:
+            self.q_proj = linear(config.hidden_size, 2 * spec.heads * size, spec.biased)
         self.norms_at = spec.normed
         if spec.normed:
             q_size = size
@@ -88,6 +93,9 @@ class DenseAttention(Attention):
         sin of queries where they are not those of keys."""
         projections = [self.q_proj, self.k_proj, self.v_proj]
         q, k, v = self.apply_linears(projections, x, None)
+        gate = None
+        if self.is_gated:
+            q, gate = (part.flatten(2) for part in q.reshape([0, 0, -1, 2 * self.head_size]).split(2, -1))
         if self.norms_at == "whole":
             q, k = self._normed(q, k)
         q, k, v = (part.reshape([0, 0, -1, self.head_size]) for part in (q, k, v))
@@ -101,8 +109,10 @@ class DenseAttention(Attention):
         if self.query_scale != 1.0:
             q = q * self.query_scale
         k, v = extend_cache(k, v, past, self.heads_first)
-        out = self.core(q, k, v, mask)
-        return self.o_proj(out.reshape([0, 0, -1])), (k, v)
+        out = self.core(q, k, v, mask).reshape([0, 0, -1])
+        if gate is not None:
+            out = out * F.sigmoid(gate)
+        return self.o_proj(out), (k, v)
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         assert self.q_norm is not None
@@ -143,7 +153,8 @@ class DenseLayer(DecoderLayer):
     residuals."""
 
     def __init__(self, config: DenseConfig, ops: Ops, spec: LayerSpec, kind: int):
-        """`kind` is the index of its attention among the kinds of the model (`RotaryLM`)."""
+        """`kind` is the index of its attention among the kinds of the model (`RotaryLM`); linear attention comes after
+        them."""
         norm = functools.partial(make_norm, spec.norm, config.hidden_size, config.rms_norm_eps, ops)
         before: list[nn.Layer | None] = [None, None]
         after: list[nn.Layer | None] = [None, None]
@@ -158,16 +169,20 @@ class DenseLayer(DecoderLayer):
         self.grows = isinstance(spec.attention, GroupedQuery) and spec.attention.growth is not None
         self.is_parallel = spec.norms == "parallel"
         self.residual_scale = spec.residual_scale
-        self.kind = kind
+        first = 3 * kind
+        self.attention_inputs = (first, first + 3)
+        self.keeps_state = isinstance(spec.attention, GatedDelta)
+        if self.keeps_state:
+            self.attention_inputs = (first, first + 1)
 
     def forward(self, x: Tensor, *inputs: Tensor | None, past: LayerCache | None = None) -> tuple[Tensor, LayerCache]:
         """x [B, L, D] and the outputs of `CausalLM.layer_inputs` to [B, L, D] and the layer's cache."""
-        cos, sin, mask = inputs[3 * self.kind : 3 * self.kind + 3]
         normed = _normed(self.input_layernorm, x)
+        given = inputs[slice(*self.attention_inputs)]
         if self.grows:
-            attended, present = self.self_attn(normed, cos, sin, mask, past, inputs[-2:])
+            attended, present = self.self_attn(normed, *given, past, inputs[3:5])
         else:
-            attended, present = self.self_attn(normed, cos, sin, mask, past)
+            attended, present = self.self_attn(normed, *given, past)
         if self.is_parallel:
             return self._sum(self._sum(x, attended), self.mlp(normed)), present
         x = self._sum(x, _normed(self.post_self_attn_layernorm, attended))
@@ -195,11 +210,12 @@ class DenseLM(RotaryLM):
         if any(layer.score_cap is not None for layer in spec.layers):  # its attention takes plain masks
             ops = dataclasses.replace(ops, causal_mask=causal_mask, document_mask=document_mask)
         kinds = spec.attention_kinds
-        layers = [_make_layer(config, ops, layer, kinds) for layer in spec.layers]
+        layers = [_make_layer(config, ops, layer, kinds, spec.has_states) for layer in spec.layers]
         norm = make_norm(spec.norm, config.hidden_size, config.rms_norm_eps, ops)
         growth = {layer.attention.growth for layer in spec.layers if isinstance(layer.attention, GroupedQuery)}
-        super().__init__(config, ops, layers, norm, kinds, growth.pop())
+        super().__init__(config, ops, layers, norm, kinds, growth.pop(), spec.has_states)
         assert not growth, "the queries of all layers grow alike"
+        assert self._growth is None or not spec.has_states, "inputs of queries that grow, and of linear attention"
 
 
 class Scaled(RotaryLM):
@@ -248,13 +264,24 @@ def make_norm(kind: Norm, size: int, eps: float, ops: Ops) -> nn.Layer:
     return OffsetRMSNorm(size, eps, ops) if kind == "offset_rms" else RMSNorm(size, eps, ops)
 
 
-def make_attention(config: DenseConfig, ops: Ops, spec: LayerSpec) -> Attention:
+def make_attention(config: DenseConfig, ops: Ops, spec: LayerSpec) -> Attention | GatedDeltaAttention:
     """The attention of a layer."""
     what = spec.attention
+    if isinstance(what, GatedDelta):
+        return GatedDeltaAttention(config.hidden_size, config.rms_norm_eps, ops, what)
     assert isinstance(what, GroupedQuery)
     if what.is_plain and not (what.normed and spec.norm == "offset_rms"):
         return Attention(config, ops, what.biased, what.output_biased, what.normed == "heads", what.interleaved)
     return DenseAttention(config, ops, what, spec.norm)
+
+
+def kind_of(spec: LayerSpec, kinds: Sequence[tuple[int, int | None]]) -> int:
+    """The index of a layer's attention among the kinds of the model; linear attention comes after them."""
+    what = spec.attention
+    if isinstance(what, GatedDelta):
+        return len(kinds)
+    assert isinstance(what, GroupedQuery)
+    return kinds.index((what.rotation, what.window))
 
 
 def make_mlp(config: DenseConfig, ops: Ops, spec: LayerSpec) -> GatedMLP | GeluMLP:
@@ -268,10 +295,11 @@ def make_mlp(config: DenseConfig, ops: Ops, spec: LayerSpec) -> GatedMLP | GeluM
 
 
 def _make_layer(
-    config: DenseConfig, ops: Ops, spec: LayerSpec, kinds: tuple[tuple[int, int | None], ...]
+    config: DenseConfig, ops: Ops, spec: LayerSpec, kinds: tuple[tuple[int, int | None], ...], has_states: bool
 ) -> DecoderLayer:
-    what: Any = spec.attention
-    if not spec.has_plain_residuals or len(kinds) > 1 or what.growth is not None:
-        return DenseLayer(config, ops, spec, kinds.index((what.rotation, what.window)))
+    what = spec.attention
+    grows = isinstance(what, GroupedQuery) and what.growth is not None
+    if not spec.has_plain_residuals or len(kinds) > 1 or grows or has_states:
+        return DenseLayer(config, ops, spec, kind_of(spec, kinds))
     norms = [make_norm(spec.norm, config.hidden_size, config.rms_norm_eps, ops) for _ in range(2)]
     return DecoderLayer(norms[0], make_attention(config, ops, spec), norms[1], make_mlp(config, ops, spec))

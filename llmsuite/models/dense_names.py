@@ -20,6 +20,7 @@ from llmsuite.models.decoder_names import (
     attention_shapes,
     belongs_to_model,
     decoder_shapes,
+    delta_shapes,
     expert_shapes,
     expert_tensors,
     gelu_mlp_shapes,
@@ -31,8 +32,9 @@ from llmsuite.models.decoder_names import (
 )
 from llmsuite.models.head import SCORE
 from llmsuite.models.hf_tensors import HfTensors
-from llmsuite.models.shape_spec import GatedMLP, GeluMLP, GroupedQuery, LayerSpec, MoE
+from llmsuite.models.shape_spec import GatedDelta, GatedMLP, GeluMLP, GroupedQuery, LayerSpec, MoE
 
+_LINEAR = ("_proj.weight", "_conv.weight", ".mlp.gate.weight", "_expert_gate.weight", "lm_head.weight", SCORE)
 _IGNORED = re.compile(r".*rotary_emb\.inv_freq")
 _LAYER = re.compile(r"(?P<layer>model\.layers\.(?P<number>\d+))\.(?P<part>(?P<module>.+)\.(?P<kind>\w+))")
 
@@ -50,8 +52,9 @@ class DenseNames:
         return decoder_shapes(config, lambda number: _layer_shapes(config, spec.layers[number]), spec.norm)
 
     def is_linear(self, name: str) -> bool:
-        """True if HF stores this parameter transposed, as [outputs, inputs]; if it is a stack, each of its matrices."""
-        return name.endswith(("_proj.weight", ".mlp.gate.weight", "_expert_gate.weight", "lm_head.weight", SCORE))
+        """True if HF stores this parameter transposed, as [outputs, inputs], or a convolution as [channels, 1, taps];
+        if it is a stack, each of its matrices."""
+        return name.endswith(_LINEAR)
 
     def hf_tensors(self, name: str, config: DenseConfig) -> HfTensors:
         """The tensor of an HF model that holds a parameter, or the part of one, or those that are stacked in it."""
@@ -138,14 +141,8 @@ GGUF_NAMES = DenseGgufNames()
 
 def _layer_shapes(config: DenseConfig, layer: LayerSpec) -> Shapes:
     """The parameters of a layer, in the order that `blocks.DecoderLayer` and `dense.DenseLayer` have them."""
-    attention = layer.attention
-    assert isinstance(attention, GroupedQuery)
-    qk_norms = None
-    if attention.normed is not None:
-        counts = (attention.heads, attention.kv_heads) if attention.normed == "whole" else (1, 1)
-        qk_norms = (counts[0] * attention.head_size, counts[1] * attention.head_size)
     hidden = config.hidden_size
-    parts = attention_shapes(config, attention.biased, attention.output_biased, qk_norms)
+    parts = _attention_shapes(config, layer.attention)
     norm = norm_shapes(hidden, layer.norm)
     none: Shapes = {}
     after = norm if layer.norms in ("after", "both") else none
@@ -159,6 +156,18 @@ def _layer_shapes(config: DenseConfig, layer: LayerSpec) -> Shapes:
     }
     found = {f"{module}.{part}": shape for module, shapes in modules.items() for part, shape in shapes.items()}
     return found | mtp_shapes(hidden) if layer.is_mtp else found
+
+
+def _attention_shapes(config: DenseConfig, attention: Any) -> Shapes:
+    """The parameters of grouped-query or linear attention."""
+    if isinstance(attention, GatedDelta):
+        return delta_shapes(config.hidden_size, attention)
+    assert isinstance(attention, GroupedQuery)
+    qk_norms = None
+    if attention.normed is not None:
+        counts = (attention.heads, attention.kv_heads) if attention.normed == "whole" else (1, 1)
+        qk_norms = (counts[0] * attention.head_size, counts[1] * attention.head_size)
+    return attention_shapes(config, attention.biased, attention.output_biased, qk_norms, attention.gated)
 
 
 def _mlp_shapes(hidden: int, mlp: Any) -> Shapes:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 
 from llmsuite.models.decoder_config import DenseConfig
+from llmsuite.models.shape_spec import GatedDelta
 from llmsuite.models.shard_plan import ShardPlan, indivisible
 
 
@@ -23,8 +24,17 @@ def _problems(config: DenseConfig, tp: int) -> Iterator[str]:
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,
         "intermediate_size": config.intermediate_size,
+        **delta_sizes(config),
     }
     yield from indivisible(sizes, tp)
+
+
+def delta_sizes(config: DenseConfig) -> dict[str, int]:
+    """The numbers of heads of linear attention, by field; none for a model without it."""
+    for layer in config.shape_spec().layers:
+        if isinstance(layer.attention, GatedDelta):
+            return {"linear_num_key_heads": layer.attention.key_heads}
+    return {}
 
 
 PLAN = ShardPlan(
@@ -48,7 +58,16 @@ PLAN = ShardPlan(
     last_norm="model.norm",
     problems=_problems,
 )
-"""It has entries for all parameters that any dense decoder has; a pattern that matches none has no effect."""
+"""It has entries for all parameters that any dense decoder has, but for linear attention; a pattern that matches none
+has no effect."""
+DELTA_DIMS = (
+    ("model.layers.*.self_attn.in_*_proj.weight", 1),
+    ("model.layers.*.self_attn.[qkv]_conv.weight", 2),
+    ("model.layers.*.self_attn.A_log", 0),
+    ("model.layers.*.self_attn.dt_bias", 0),
+    ("model.layers.*.self_attn.out_proj.weight", 0),
+)
+"""Further entries of `ShardPlan.shard_dims` for families with linear attention, which is cut by heads."""
 WITHOUT_MLP_BIASES = dataclasses.replace(
     PLAN, shard_dims=tuple(entry for entry in PLAN.shard_dims if not re.search(r"\.mlp\..*\.bias$", entry[0]))
 )

@@ -139,11 +139,14 @@ class GatedSharedMoE(nn.Layer):
 class LayerWithoutExperts(DecoderLayer):
     """A layer without experts, in a model that has some in others."""
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, *token_mask: Any, past: LayerCache | None = None
-    ) -> tuple[Tensor, LayerCache]:
-        """x [B, L, D] to [B, L, D] and the layer's cache; a layer without experts ignores `token_mask`."""
-        return super().forward(x, cos, sin, mask, past)
+    def forward(self, x: Tensor, *inputs: Any, past: LayerCache | None = None) -> tuple[Tensor, LayerCache]:
+        """x [B, L, D] and the outputs of `CausalLM.layer_inputs` to [B, L, D] and the layer's cache."""
+        call = self.call
+        attended, present = call(
+            self.self_attn, call(self.input_layernorm, x), *inputs[slice(*self.attention_inputs)], past
+        )
+        x = x + attended
+        return x + call(self.mlp, call(self.post_attention_layernorm, x)), present
 
 
 class MoELayer(DecoderLayer):
@@ -160,29 +163,26 @@ class MoELayer(DecoderLayer):
         """`residual_scale` is a factor of the outputs of attention and MLP."""
         super().__init__(first_norm, attention, second_norm, mlp)
         self.residual_scale = residual_scale
+        self.num_inputs = 3
+        """Number of the inputs of all attentions among the outputs of `CausalLM.layer_inputs`; the token mask of
+        `Gate.forward`, if there is one, follows them."""
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, *token_mask: Any, past: LayerCache | None = None
-    ) -> tuple[Tensor, LayerCache]:
-        """x [B, L, D] to [B, L, D] and the layer's cache; `token_mask` as in `Gate.forward`."""
-        attended, present = self.self_attn(self.input_layernorm(x), cos, sin, mask, past)
-        return self.mlp_block(self._sum(x, attended), cos, sin, mask, *token_mask), present
+    def forward(self, x: Tensor, *inputs: Any, past: LayerCache | None = None) -> tuple[Tensor, LayerCache]:
+        """x [B, L, D] and the outputs of `CausalLM.layer_inputs` to [B, L, D] and the layer's cache."""
+        attended, present = self.self_attn(self.input_layernorm(x), *inputs[slice(*self.attention_inputs)], past)
+        return self.mlp_block(self._sum(x, attended), *inputs), present
 
     # `train_block` in two halves; only the first one can be compiled (`shape_spec.ATTENTION_MODULES`)
 
-    def attention_block(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, token_mask: Tensor | None = None
-    ) -> Tensor:
+    def attention_block(self, x: Tensor, *inputs: Any) -> Tensor:
         """The first half, [B, L, D] to [B, L, D]: the modules in `attention_modules`."""
-        return self._sum(x, self.self_attn(self.input_layernorm(x), cos, sin, mask)[0])
+        return self._sum(x, self.self_attn(self.input_layernorm(x), *inputs[slice(*self.attention_inputs)])[0])
 
     attention_modules = ATTENTION_MODULES
 
-    def mlp_block(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, token_mask: Tensor | None = None
-    ) -> Tensor:
+    def mlp_block(self, x: Tensor, *inputs: Any) -> Tensor:
         """The second half, [B, L, D] to [B, L, D]: norm, gate and experts."""
-        return self._sum(x, self.mlp(self.post_attention_layernorm(x), token_mask))
+        return self._sum(x, self.mlp(self.post_attention_layernorm(x), *inputs[self.num_inputs :]))
 
     def _sum(self, x: Tensor, output: Tensor) -> Tensor:
         if self.residual_scale != 1.0:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,12 +43,15 @@ class GroupedQuery:
     factor."""
     score_cap: float | None = None
     """C where scores s become C tanh(s / C), before the mask; None for plain scores."""
+    gated: bool = False
+    """True where the output of each head is multiplied by the sigmoid of a gate; its matrix is joined to that of the
+    queries, head by head."""
 
     @property
     def is_plain(self) -> bool:
         """True if `blocks.Attention` computes it."""
         changed = (self.rotary_size, self.scale, self.score_cap, self.growth)
-        return self.rotary and self.normed in (None, "heads") and set(changed) == {None}
+        return self.rotary and self.normed in (None, "heads") and set(changed) == {None} and not self.gated
 
     @property
     def rounds(self) -> bool:
@@ -74,6 +77,48 @@ class Latent:
     def width(self) -> int:
         """Head size of the attention kernel: smaller queries, keys or values are padded with zeros."""
         return max(self.nope + self.rope, self.value)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatedDelta:
+    """Linear attention by the gated delta rule (`gated_delta.GatedDeltaAttention`): its cache is a state without
+    positions."""
+
+    key_heads: int
+    """Heads of queries and keys."""
+    heads: int
+    """Heads of values: consecutive ones share a head of queries and keys."""
+    key_size: int
+    """Size of a head of queries and keys."""
+    head_size: int
+    """Size of a head of values."""
+    taps: int
+    """Tokens that the short convolution of queries, keys and values reads, with the token itself."""
+    joined: bool
+    """True where the first matrices are joined, by heads of keys: in one of queries, keys, values and gates, and in one
+    of step sizes and decays."""
+    chunk: ClassVar[int] = 64
+    """Tokens of a chunk: inside of one the rule is a triangular system, from one to the next a recurrence."""
+
+    @property
+    def num_projections(self) -> int:
+        """Number of the first matrices."""
+        return 2 if self.joined else 6
+
+    @property
+    def group(self) -> int:
+        """Number of heads of values that share a head of queries and keys."""
+        return self.heads // self.key_heads
+
+    @property
+    def key_width(self) -> int:
+        """Size of all heads of keys."""
+        return self.key_heads * self.key_size
+
+    @property
+    def width(self) -> int:
+        """Size of all heads of values."""
+        return self.heads * self.head_size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,7 +194,7 @@ Norm = Literal["rms", "offset_rms", "layer", "layer_gain"]
 class LayerSpec:
     """A decoder layer: attention and MLP, each around a residual."""
 
-    attention: GroupedQuery | Latent
+    attention: GroupedQuery | Latent | GatedDelta
     mlp: GatedMLP | GeluMLP | MoE
     norm: Norm = "rms"
     norms: Literal["before", "after", "both", "parallel"] = "before"
@@ -212,9 +257,15 @@ class ShapeSpec:
     """C where logits z become C tanh(z / C); None for plain logits."""
 
     @property
+    def has_states(self) -> bool:
+        """True where some layers have linear attention, whose input is the positions of the tokens."""
+        return any(isinstance(layer.attention, GatedDelta) for layer in self.layers)
+
+    @property
     def attention_kinds(self) -> tuple[tuple[int, int | None], ...]:
-        """The different (rotation, window) of the layers, in order: the model makes the inputs of each kind once."""
-        attentions = [layer.attention for layer in self.layers]
+        """The different (rotation, window) of the layers without linear attention, in order: the model makes the inputs
+        of each kind once."""
+        attentions = [layer.attention for layer in self.layers if not isinstance(layer.attention, GatedDelta)]
         kinds = [(a.rotation, a.window) if isinstance(a, GroupedQuery) else (0, None) for a in attentions]
         return tuple(dict.fromkeys(kinds))
 

@@ -14,7 +14,7 @@ from llmsuite.models.decoder_config import DenseConfig
 from llmsuite.models.dense import Scaled, make_attention, make_mlp, make_norm
 from llmsuite.models.experts import Experts
 from llmsuite.models.moe import Gate, GatedSharedMoE, LayerWithoutExperts, MoE, MoELayer, MoELM, MTPLayer
-from llmsuite.models.shape_spec import LayerSpec
+from llmsuite.models.shape_spec import GatedDelta, LayerSpec
 from llmsuite.models.shape_spec import MoE as MoESpec
 
 
@@ -25,17 +25,27 @@ class SparseLM(MoELM):
         spec = config.shape_spec()
         assert isinstance(self, Scaled) or not spec.is_scaled, f"{type(config).__name__}.network has to be scaled"
         kinds = spec.attention_kinds
-        assert len(kinds) == 1, "layers with experts take the inputs of one kind of attention"
-        layers = [_make_layer(config, ops, layer) for layer in spec.layers]
+        assert len(kinds) == 1, "layers with experts take the inputs of one kind of attention, and of linear attention"
+        layers = [_make_layer(config, ops, layer, spec.has_states) for layer in spec.layers]
         norm = make_norm(spec.norm, config.hidden_size, config.rms_norm_eps, ops)
-        super().__init__(config, ops, layers, norm, kinds)
+        super().__init__(config, ops, layers, norm, kinds, gives_positions=spec.has_states)
 
 
 class ScaledSparseLM(Scaled, SparseLM):
     """A described decoder with experts, with factors of the embedding and of the logits, and a cap of the logits."""
 
 
-def _make_layer(config: DenseConfig, ops: Ops, spec: LayerSpec) -> DecoderLayer:
+def _make_layer(config: DenseConfig, ops: Ops, spec: LayerSpec, has_states: bool) -> DecoderLayer:
+    layer = _layer_of_parts(config, ops, spec)
+    if has_states:  # the positions of tokens follow the three inputs of other attention
+        layer.num_inputs = 4
+    if isinstance(spec.attention, GatedDelta):
+        layer.keeps_state = True
+        layer.attention_inputs = (3, 4)
+    return layer
+
+
+def _layer_of_parts(config: DenseConfig, ops: Ops, spec: LayerSpec) -> LayerWithoutExperts | MoELayer:
     assert spec.norms == "before", "layers with experts have norms before attention and MLP"
     first, second = (make_norm(spec.norm, config.hidden_size, config.rms_norm_eps, ops) for _ in range(2))
     attention = make_attention(config, ops, spec)

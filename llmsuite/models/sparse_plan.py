@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from llmsuite.models.decoder_config import DenseConfig
 from llmsuite.models.dense_plan import WITHOUT_MLP_BIASES as DENSE
+from llmsuite.models.dense_plan import delta_sizes
 from llmsuite.models.shape_spec import GatedMLP, MoE
 from llmsuite.models.shard_plan import indivisible
 
@@ -35,6 +36,7 @@ def _problems(config: DenseConfig, tp: int) -> Iterator[str]:
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,
         config.experts_key: config.num_routed_experts,
+        **delta_sizes(config),
     }
     for layer in config.shape_spec().layers:
         if isinstance(layer.mlp, GatedMLP):

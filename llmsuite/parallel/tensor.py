@@ -25,6 +25,7 @@ from llmsuite.models.blocks import CausalLM
 from llmsuite.models.divergence import Comparison, OverVocabulary, divergence
 from llmsuite.models.dropout import Select, TokenDropout
 from llmsuite.models.embedding import set_lookup
+from llmsuite.models.gated_delta import GatedDeltaAttention, Projected
 from llmsuite.models.logit_ops import LogitOps
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel import collective
@@ -64,6 +65,8 @@ def apply_tensor_parallel(model: Any, plan: ShardPlan, mesh: Mesh, sequence_para
             module.part = TensorParallelShard(mesh, plan.dim(f"{name}.weight"), module.weight.shape)
         if isinstance(module, TokenDropout):
             module.select = select
+        if isinstance(module, GatedDeltaAttention):
+            module.on_heads = call_on_own_heads
         if plan.is_tp_region(name):
             if sequence_parallel:
                 # an all-gather along the sequence: column-parallel matrices need all tokens
@@ -73,6 +76,29 @@ def apply_tensor_parallel(model: Any, plan: ShardPlan, mesh: Mesh, sequence_para
         elif plan.is_last_norm(name) and sequence_parallel:
             # an all-gather along the sequence: head and loss select tokens of full rows
             module.register_forward_post_hook(_reshard_output(mesh, replicated))
+
+
+def call_on_own_heads(function: Callable[..., list[Tensor]], projected: Projected, *more: Any) -> list[Tensor]:
+    """`gated_delta.call_on_heads` with the heads of this rank: projections and parameters are cut by heads, and nothing
+    is sent. Outputs and gates [B, L, H, V] are cut as the projections are; the cache is plain."""
+    first = projected.tokens[0]
+    own = Projected(
+        [_own_part(part) for part in projected.tokens],
+        [_own_part(kernel) for kernel in projected.kernels],
+        _own_part(projected.log_rate),
+        _own_part(projected.time_bias),
+    )
+    positions, past = more
+    out, gate, *cache = function(own, None if positions is None else _own_part(positions), past)
+    cut = [dtensor_from_local(part, first.process_mesh, first.placements) for part in (out, gate)]
+    return [*cut, *cache]
+
+
+def _own_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, with a gradient that is cut in the same way; a plain tensor as it is."""
+    if not tensor.is_dist():
+        return tensor
+    return dtensor_to_local(tensor, tensor.process_mesh, tensor.placements)
 
 
 def _is_last_of_region(name: str, module: Any, plan: ShardPlan) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-from llmsuite.models.shape_spec import GatedMLP, GroupedQuery, Latent, LayerSpec, MoE, ShapeSpec
+from llmsuite.models.shape_spec import GatedDelta, GatedMLP, GroupedQuery, Latent, LayerSpec, MoE, ShapeSpec
 
 INDEX_BYTES = 8
 """Bytes of a token id or a position: int64."""
@@ -210,6 +210,8 @@ def _inputs_of_last(layer: LayerSpec, number: int, batch: MicroBatch, settings: 
         left += what.heads * what.value * (e - _of_last(number, "self_attn.o_proj", e, settings))
         for name, width in (("q_b_proj", what.q_rank or 0), ("kv_b_proj", what.kv_rank)):  # every rank has them whole
             left += settings.tp * width * (e - _of_last(number, f"self_attn.{name}", e, settings))
+    elif isinstance(what, GatedDelta):
+        left += what.width * (e - _of_last(number, "self_attn.out_proj", e, settings))
     elif "attention" in settings.fused and not settings.attention_keeps_output:
         made = e
         if what.rounds:
@@ -273,24 +275,12 @@ def attention_kept(layer: LayerSpec, batch: MicroBatch, settings: ActivationSett
     e = settings.num_bytes
     tokens = batch.tokens
     heads = what.heads / settings.tp
+    if isinstance(what, GatedDelta):
+        return _delta_kept(what, batch, settings)
     scores = heads * batch.rows * (batch.length + settings.prefix) ** 2 * e
     again = settings.recompute == "selective"
     if isinstance(what, Latent):
-        norms = _latent_norm(what.kv_rank, batch, settings)
-        if what.q_rank is not None:
-            norms += _latent_norm(what.q_rank, batch, settings)
-        rotated = 0.0
-        if "rotary" not in settings.fused:
-            rotated = heads * what.rope + what.rope
-        if again:
-            inside = heads * (2 * what.nope + what.rope + what.value) + what.rope
-            return norms + tokens * e * (rotated + inside + heads * what.value)
-        whole = 3
-        sums = scores
-        if "attention" in settings.fused:
-            whole += settings.attention_keeps_output
-            sums = heads * tokens * 4
-        return norms + tokens * e * (rotated + heads * (whole * what.width + what.value)) + sums
+        return _latent_kept(what, scores, batch, settings)
     size = what.head_size
     kv_heads = what.kv_heads / settings.tp
     if what.rounds:
@@ -309,6 +299,8 @@ def attention_kept(layer: LayerSpec, batch: MicroBatch, settings: ActivationSett
         # both halves of queries and keys, unrotated
         kept += tokens * e * (heads + kv_heads) * (what.rotary_size or size)
     output = tokens * e * heads * size
+    if what.gated:  # the sigmoids of gates, and their products with the output
+        kept += 2 * output
     if again:
         return kept + tokens * e * (heads + 2 * kv_heads) * size + output
     extended = tokens + batch.rows * settings.prefix
@@ -318,6 +310,57 @@ def attention_kept(layer: LayerSpec, batch: MicroBatch, settings: ActivationSett
     if what.score_cap is not None:
         scores *= 2  # uncapped and capped
     return kept + extended * e * 3 * heads * size + output + scores  # keys and values repeated for each query head
+
+
+def _latent_kept(what: Latent, scores: float, batch: MicroBatch, settings: ActivationSettings) -> float:
+    """Bytes kept between the input of latent attention and its output; `scores` are those of its scores."""
+    e = settings.num_bytes
+    tokens = batch.tokens
+    heads = what.heads / settings.tp
+    norms = _latent_norm(what.kv_rank, batch, settings)
+    if what.q_rank is not None:
+        norms += _latent_norm(what.q_rank, batch, settings)
+    rotated = 0.0
+    if "rotary" not in settings.fused:
+        rotated = heads * what.rope + what.rope
+    if settings.recompute == "selective":
+        inside = heads * (2 * what.nope + what.rope + what.value) + what.rope
+        return norms + tokens * e * (rotated + inside + heads * what.value)
+    whole = 3
+    sums = scores
+    if "attention" in settings.fused:
+        whole += settings.attention_keeps_output
+        sums = heads * tokens * 4
+    return norms + tokens * e * (rotated + heads * (whole * what.width + what.value)) + sums
+
+
+def _delta_kept(what: GatedDelta, batch: MicroBatch, settings: ActivationSettings) -> float:
+    """Bytes kept between the input of linear attention and its output. What is kept for a chunk is float32."""
+    e = settings.num_bytes
+    tokens = batch.tokens
+    heads = what.heads / settings.tp
+    keys = what.key_width / settings.tp
+    values = what.width / settings.tp
+    before = batch.rows * (what.taps - 1)
+    # of each channel: projection, padded and convolved input, activation; of queries and keys also the unit vectors
+    kept = e * (4 * tokens + before) * (2 * keys + values) + 4 * tokens * 2 * (keys + what.key_heads / settings.tp)
+    # outputs: scaled, normed and gated, with gates and their activations
+    outputs = 5 if "rms_norm" not in settings.fused else 4
+    kept += e * tokens * outputs * values + 4 * (4 * tokens + 2) * heads
+    if batch.documents:  # masked inputs of the convolutions, and their masks
+        kept += e * (what.taps - 1) * tokens * (2 * keys + values + 3)
+    repeated = 2 if what.group > 1 else 0
+    if settings.recompute == "selective":
+        return kept + 4 * tokens * (heads * (repeated * what.key_size + what.head_size) + heads)
+    size = min(what.chunk, batch.length)
+    chunks = -(-batch.length // size)
+    inside = batch.rows * chunks * size
+    padded = int(chunks * size != batch.length)
+    each = (5 + repeated + padded) * what.key_size + (4 + padded) * what.head_size + 3 + padded + 8 * size
+    kept += 4 * inside * heads * each
+    if batch.documents:
+        kept += 4 * inside * (heads + 1) * (size + 1)
+    return kept + 4 * (batch.rows * chunks * heads * what.key_size * what.head_size + 2 * size**2)
 
 
 def _latent_norm(width: int, batch: MicroBatch, settings: ActivationSettings) -> float:
@@ -380,7 +423,7 @@ def _adapters(layer: LayerSpec, number: int, batch: MicroBatch, settings: Activa
     return kept * settings.num_bytes
 
 
-_OWN_INPUT = frozenset(("o_proj", "down_proj", "q_b_proj", "kv_b_proj"))
+_OWN_INPUT = frozenset(("o_proj", "out_proj", "down_proj", "q_b_proj", "kv_b_proj"))
 """Matrices whose input no other matrix reads."""
 
 
@@ -417,7 +460,11 @@ def _num_consumers(layer: LayerSpec, name: str) -> int:
     word = name.rpartition(".")[2]
     if word in _OWN_INPUT:
         return 1
-    of_attention = 2 if isinstance(layer.attention, Latent) else 3
+    of_attention = 3
+    if isinstance(layer.attention, Latent):
+        of_attention = 2
+    elif isinstance(layer.attention, GatedDelta):
+        of_attention = layer.attention.num_projections
     of_mlp = 1
     if isinstance(layer.mlp, MoE):
         of_mlp = 3  # with the gate, which is not rounded
@@ -485,6 +532,8 @@ def kept_for_all_layers(shape_spec: ShapeSpec, batch: MicroBatch, settings: Acti
         windows = (window for _, window in shape_spec.attention_kinds if window is not None)
         kept += sum(batch.length * settings.document_mask_bytes for window in windows if window < batch.length)
     num_kinds = len(shape_spec.attention_kinds)
+    if batch.documents and shape_spec.has_states:  # the positions
+        kept += INDEX_BYTES * batch.tokens
     if batch.documents:  # each token's row of the tables
         return kept + num_kinds * rotation_bytes(shape_spec, batch.tokens, settings)
     if settings.has_rotary_tables:
@@ -509,7 +558,7 @@ def rotation_bytes(shape_spec: ShapeSpec, positions: int, settings: ActivationSe
     """Bytes of cos and sin for a number of positions, by one rotation; 0 where positions are learned."""
     if shape_spec.learned_positions:
         return 0.0
-    attention = shape_spec.layers[0].attention
+    attention = next(layer.attention for layer in shape_spec.layers if not isinstance(layer.attention, GatedDelta))
     if isinstance(attention, Latent):
         size = attention.rope
     else:
@@ -529,8 +578,10 @@ def mask_bytes(batch: MicroBatch, settings: ActivationSettings) -> float:
 
 
 def scores_bytes(layer: LayerSpec, batch: MicroBatch, settings: ActivationSettings) -> float:
-    """Bytes of the attention scores of every pair of tokens."""
+    """Bytes of the attention scores of every pair of tokens: of linear attention, of those in a chunk."""
     heads = layer.attention.heads / settings.tp
+    if isinstance(layer.attention, GatedDelta):
+        return 4.0 * heads * batch.tokens * min(layer.attention.chunk, batch.length)
     length = batch.length + settings.prefix
     if "attention" in settings_of(layer, settings).fused:
         return 0.0

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from llmsuite.adapters.prefix_shapes import INNER, NETWORK, OUTER
 from llmsuite.base.errors import UserError
-from llmsuite.models.shape_spec import GeluMLP, GroupedQuery, Latent, LayerSpec, MoE, ShapeSpec
+from llmsuite.models.shape_spec import GatedDelta, GeluMLP, GroupedQuery, Latent, LayerSpec, MoE, ShapeSpec
 from llmsuite.parallel.mesh import DP, EXPERT, GROUP_AXES, LOADER_RANKS, MODEL, TENSOR, TIED, Mesh
 from llmsuite.planning.activations import MicroBatch
 from llmsuite.planning.communication import PIPELINE, Message
@@ -117,7 +117,8 @@ def layer_flops(layer: LayerSpec, hidden: int, batch: MicroBatch, prefix: int = 
 
 
 def token_weights(layer: LayerSpec, hidden: int) -> float:
-    """Number of weights of a layer that a token is multiplied with."""
+    """Number of weights of a layer that a token is multiplied with; of linear attention also that of the numbers of its
+    state and its chunk."""
     what = layer.attention
     mlp = layer.mlp
     if isinstance(what, Latent):
@@ -125,9 +126,15 @@ def token_weights(layer: LayerSpec, hidden: int) -> float:
         first = hidden * queries if what.q_rank is None else what.q_rank * (hidden + queries)
         weights = first + hidden * (what.kv_rank + what.rope)
         weights += what.kv_rank * what.heads * (what.nope + what.value) + what.heads * what.value * hidden
+    elif isinstance(what, GatedDelta):
+        channels = 2 * what.key_width + what.width
+        weights = hidden * (channels + 2 * what.width + 2 * what.heads) + what.taps * channels
+        weights += what.heads * _delta_products(what)
     else:
         assert isinstance(what, GroupedQuery)
         weights = hidden * what.head_size * (2 * what.heads + 2 * what.kv_heads)
+        if what.gated:
+            weights += hidden * what.head_size * what.heads
     if isinstance(mlp, MoE):
         weights += hidden * (3 * (mlp.chosen * mlp.width + mlp.shared_width) + mlp.experts)
     else:
@@ -137,10 +144,19 @@ def token_weights(layer: LayerSpec, hidden: int) -> float:
     return float(weights)
 
 
+def _delta_products(what: GatedDelta) -> int:
+    """Products of a token in a head of the gated delta rule: with the keys of its chunk twice and with the values, with
+    half of them in the triangular system, and with the state three times (`models.delta_rule`)."""
+    both = what.key_size + what.head_size
+    return what.chunk * (what.key_size + both) + what.chunk * both // 2 + 3 * what.key_size * what.head_size
+
+
 def attention_width(layer: LayerSpec) -> int:
     """FLOPs of a layer's attention for each square of a length in tokens: 2 for each of the two products of each
-    element of a head, of half of the pairs of tokens."""
+    element of a head, of half of the pairs of tokens. 0 for linear attention."""
     what = layer.attention
+    if isinstance(what, GatedDelta):
+        return 0
     if isinstance(what, Latent):
         return what.heads * (what.nope + what.rope + what.value)
     return 2 * what.heads * what.head_size

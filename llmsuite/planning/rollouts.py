@@ -9,7 +9,7 @@ from typing import Any
 
 from llmsuite.adapters.parameters import is_factor
 from llmsuite.base.safe_files import is_file
-from llmsuite.models.shape_spec import GatedMLP, GroupedQuery, Latent, LayerSpec, ShapeSpec
+from llmsuite.models.shape_spec import GatedDelta, GatedMLP, GroupedQuery, Latent, LayerSpec, ShapeSpec
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.planning.activations import MicroBatch
 from llmsuite.planning.cost import Efficiency, Hardware, layer_flops
@@ -115,7 +115,8 @@ def reference_bytes(train_plan: TrainPlan, held: Sequence[LocalParameter]) -> fl
 def cache_bytes(
     parallel_plan: ParallelPlan, train_plan: TrainPlan, max_length: int, shape_spec: ShapeSpec, mesh: Mesh
 ) -> float:
-    """Bytes of the keys and values of the completions that a rank generates together, all of the maximum length."""
+    """Bytes of the keys, values and states of the completions that a rank generates together, all of the maximum
+    length."""
     if not _generates(train_plan, mesh):
         return 0.0
     rows = 0
@@ -123,7 +124,8 @@ def cache_bytes(
         rows = train_plan.generation.batch_size
     if train_plan.samples_in_training_processes:
         rows = max(rows, _share(train_plan, mesh)[1])
-    return float(_COPIES * rows * max_length * _token_bytes(parallel_plan, shape_spec))
+    of_row = max_length * _token_bytes(parallel_plan, shape_spec) + _state_bytes(parallel_plan, shape_spec)
+    return float(_COPIES * rows * of_row)
 
 
 def _share(train_plan: TrainPlan, mesh: Mesh) -> tuple[int, int]:
@@ -134,15 +136,28 @@ def _share(train_plan: TrainPlan, mesh: Mesh) -> tuple[int, int]:
 
 
 def _token_bytes(parallel_plan: ParallelPlan, shape_spec: ShapeSpec) -> int:
-    """Bytes of a token in the cache."""
+    """Bytes of a token in the cache; the states of linear attention do not grow with it (`_state_bytes`)."""
     each = 0
     for layer in shape_spec.layers:
         attention = layer.attention
+        if isinstance(attention, GatedDelta):
+            continue
         if isinstance(attention, GroupedQuery):
             each += 2 * attention.kv_heads * attention.head_size
         else:  # the latent from which keys and values are computed, and the rotary part of the keys, for all heads
             each += attention.kv_rank + attention.rope
     return each * element_bytes(parallel_plan)
+
+
+def _state_bytes(parallel_plan: ParallelPlan, shape_spec: ShapeSpec) -> int:
+    """Bytes of the states of linear attention of a text: matrices in float32, and inputs of the convolutions."""
+    each = 0
+    for layer in shape_spec.layers:
+        what = layer.attention
+        if isinstance(what, GatedDelta):
+            each += 4 * what.key_size * what.width
+            each += (what.taps - 1) * (2 * what.key_width + what.width) * element_bytes(parallel_plan)
+    return each
 
 
 def rollout_seconds(
@@ -166,6 +181,7 @@ def rollout_seconds(
     decode = num * (full - prefill + longest * 2.0 * shape_spec.hidden * shape_spec.vocabulary)
     times = prompts * num * longest / rows
     cached = rows * (before + longest / 2) * _token_bytes(layout.parallel_plan, shape_spec)
+    cached += rows * _state_bytes(layout.parallel_plan, shape_spec)
     read_bytes = times * (_weight_bytes(layout, shape_spec, each_token=True) + cached)
     fetched = read_bytes / (device.memory_bandwidth * by.bandwidth)
     speed = device.flops * by.flops

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from llmsuite.adapters.reft_shapes import reft_shapes
 from llmsuite.contract.specs import TeacherProfile
-from llmsuite.models.shape_spec import GatedMLP, GeluMLP, GroupedQuery, Latent, MoE, ShapeSpec
+from llmsuite.models.shape_spec import GatedDelta, GatedMLP, GeluMLP, GroupedQuery, Latent, MoE, ShapeSpec
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.planning.activations import MicroBatch
 from llmsuite.planning.head import recomputes_logits
@@ -26,7 +26,10 @@ class Send(Protocol):
     def __call__(self, operation: str, shape: Sequence[int], why: str, count: int = 1, width: int = 0) -> None: ...
 
 
-_FIRST_IN_LAYER = (".self_attn.q_proj", ".self_attn.k_proj", ".self_attn.v_proj")
+_FIRST_IN_LAYER = (
+    *(f".self_attn.{part}_proj" for part in "qkv"),
+    *(f".self_attn.in_{part}_proj" for part in ("qkvz", "ba", *"qkvzba")),
+)
 """Matrices that multiply the input of a layer."""
 
 
@@ -217,7 +220,7 @@ class TensorParallelTraffic:
         elif self._adds_locally(number, "self_attn"):
             self._sum(full, why, self._sequence_parallel)
         else:
-            self._send("all_reduce", full, why, 3)
+            self._send("all_reduce", full, why, what.num_projections if isinstance(what, GatedDelta) else 3)
 
     def _latent_backward(self, what: Latent, batch: MicroBatch, full: tuple[int, ...] | None) -> None:
         """`full` is the shape of the input, if it has a gradient."""
@@ -305,7 +308,7 @@ class TensorParallelTraffic:
         return [weight.removesuffix(".weight") for weight in cut]
 
 
-def _output_biased(part: GroupedQuery | Latent | GatedMLP | GeluMLP | MoE) -> bool:
+def _output_biased(part: GroupedQuery | Latent | GatedDelta | GatedMLP | GeluMLP | MoE) -> bool:
     """True where a bias is added to the output of attention or MLP."""
     if isinstance(part, GroupedQuery):
         return part.output_biased

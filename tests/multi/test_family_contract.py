@@ -8,20 +8,29 @@ from typing import Any
 import pytest
 
 from llmsuite.testing import assert_family_contract
-from llmsuite.testing.family_contract import PATHS
+from llmsuite.testing.family_contract import PATHS, TOLERANCE
 from tests.support.families import FAMILIES
 from tests.support.paths import ROOT
 
 OWN = [ROOT / "tests" / "support" / "own_layers.py"]
-REFUSES = {"olmo": {"tensor parallel": "norms all heads of queries"}}
+STATE = "has linear attention, whose state an exported program does not carry"
+NO_EXPORT = {"export": STATE, "tensor parallel export": STATE, "pipeline parallel export": STATE}
+REFUSES = {
+    "olmo": {"tensor parallel": "norms all heads of queries"},
+    "qwen_hybrid": NO_EXPORT,
+    "qwen_hybrid_moe": NO_EXPORT,
+}
 """Paths that built-in families do not support, with the message."""
+TOLERANCES = {"qwen_hybrid_moe": 5e-5}
+"""Where 1e-5 is too strict: products of queries and keys that nearly cancel are rounded in another way by tokens than
+by chunks, and a norm of the heads follows."""
 MISTRAL: dict[str, Any] = {"model_type": "mistral", "sliding_window": 5}
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_a_built_in_family(name: str, tmp_path: Path) -> None:
     refuses = REFUSES.get(name, {})
-    outcomes = assert_family_contract(name, tmp_path, refuses=refuses)
+    outcomes = assert_family_contract(name, tmp_path, refuses=refuses, tolerance=TOLERANCES.get(name, TOLERANCE))
     refused = {path for path in PATHS if path.startswith(tuple(refuses))}
     assert {outcome.path for outcome in outcomes if outcome.refused is None} == set(PATHS) - refused
 

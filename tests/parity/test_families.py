@@ -29,6 +29,8 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
         "qwen_moe",
         ("--model.config.model_type=qwen2_moe", "--model.config.tie_word_embeddings=true"),
     ),
+    "qwen hybrid moe": ("qwen_hybrid_moe", ()),
+    "qwen hybrid moe 3.5": ("qwen_hybrid_moe", ("--model.config.model_type=qwen3_5_moe_text",)),
     "ernie": ("ernie", ()),
     "ernie with biases": ("ernie", ("--model.config.use_bias=true", "--model.config.tie_word_embeddings=false")),
     "gemma 2": ("gemma", ()),
@@ -78,19 +80,24 @@ MESHES = {
 }
 
 
-EXPERTS = ("mixtral", "qwen_moe", "glm_moe", "granite_moe", "minimax", "ernie_moe", "deepseek")
+EXPERTS = (*("mixtral", "qwen_moe", "qwen_hybrid_moe", "glm_moe", "granite_moe", "minimax", "ernie_moe", "deepseek"),)
 OF_EXPERTS = {
     "ep2": (2, '{"expert_parallel_degree":2}', "dynamic"),
     "ep2 stage3 compiled": (2, '{"expert_parallel_degree":2,"sharding":"stage3"}', "to_static"),
 }
 UNCUT = ("minimax", "olmo")
 """Families without tensor parallel."""
+LINEAR = ("qwen_hybrid_moe",)
+"""Families with linear attention, which is not compiled with tensor parallel."""
 
 
 def _meshes(package: str) -> list[str]:
     """Names of the meshes of a family."""
     if package in UNCUT:
         return [name for name, (_, parallel, _) in MESHES.items() if "tensor" not in parallel]
+    if package in LINEAR:
+        eager = [name for name, (*_, mode) in MESHES.items() if mode == "dynamic"]
+        return [*eager, *OF_EXPERTS]
     return [*MESHES, *(OF_EXPERTS if package in EXPERTS else ())]
 
 

@@ -3,8 +3,8 @@ the gradient of their embedding with the loss of the next tokens (in files made 
 
 Needs torch, transformers, numpy and safetensors, and neither Paddle nor llmsuite; made with torch 2.15 and
 transformers 5.23; llama/mistral_window, and gemma, granite, phi, smollm3, olmo, seed_oss, glm, mixtral, hunyuan,
-glm_moe, cohere, starcoder, internlm, ministral, granite_moe, minimax and deepseek/kimi_k2, with torch 2.13 and
-transformers 5.24. (Some of Llama: make_llama_reference.py.)
+glm_moe, cohere, starcoder, internlm, ministral, granite_moe, minimax, qwen_hybrid, qwen_hybrid_moe and
+deepseek/kimi_k2, with torch 2.13 and transformers 5.24. (Some of Llama: make_llama_reference.py.)
 Run it from anywhere; a second run writes the same values:
 
     python tests/reference/make_references.py [FAMILY ...]
@@ -80,6 +80,20 @@ GLM_EXPERTS = {
     "num_nextn_predict_layers": 0,
 }
 GROWN = {**YARN, "beta_fast": 4.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
+HYBRID = {
+    **QWEN,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 160,
+    "head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "rms_norm_eps": 1e-2,
+    "linear_value_head_dim": 5,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5},
+}
+HYBRID_EXPERTS = {**HYBRID, **EXPERTS, "shared_expert_intermediate_size": 14}
 MSCALE = {**YARN, "beta_fast": 4.0, "beta_slow": 1.0, "mscale": 0.707, "mscale_all_dim": 0.9}
 
 CASES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
@@ -111,6 +125,21 @@ CASES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
             {**QWEN, **EXPERTS, "head_dim": 8, "tie_word_embeddings": True, "decoder_sparse_step": 2},
         ),
         "qwen2": ("qwen2_moe", {**QWEN, **EXPERTS, "shared_expert_intermediate_size": 14, "rms_norm_eps": 1e-5}),
+    },
+    "qwen_hybrid": {
+        "plain": ("qwen3_5_text", HYBRID),
+        "chunks_tied_biases": (
+            "qwen3_5_text",
+            {**HYBRID, "linear_num_key_heads": 4, "attention_bias": True, "tie_word_embeddings": True},
+        ),
+    },
+    "qwen_hybrid_moe": {
+        "next": ("qwen3_next", HYBRID_EXPERTS),
+        "next_chunks_dense": (
+            "qwen3_next",
+            {**HYBRID_EXPERTS, "norm_topk_prob": False, "mlp_only_layers": [0], "linear_conv_kernel_dim": 3},
+        ),
+        "qwen3_5": ("qwen3_5_moe_text", HYBRID_EXPERTS),
     },
     "ernie": {
         "tied": ("ernie4_5", {**QWEN, "head_dim": 10}),
@@ -375,8 +404,13 @@ SHAPES = {
     "alpha_tied_biases": (1, 56),
     "grown": (1, 56),
     "grown_window_tied": (1, 56),
+    "chunks_tied_biases": (1, 70),
+    "next_chunks_dense": (1, 70),
 }
 """Rows and length of the input, where they are not (2, 12)."""
+ONE_MORE = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""`model_type` of cases whose gains are 1 + weight, and are to be near 1: with larger ones, logits after linear
+attention would be sensitive to rounding."""
 PUBLISHED_AS = {
     "kimi_k2": {"model_type": "kimi_k2"},
     "internlm3_biases": {"architectures": ["InternLM3ForCausalLM"]},
@@ -393,7 +427,10 @@ def fill(model: Any, rng: np.random.Generator) -> None:
                 continue
             noise = torch.from_numpy(rng.standard_normal(tuple(tensor.shape)).astype("float32"))
             is_gain = tensor.ndim == 1 and name.endswith(".weight")
-            tensor.copy_(1 + 0.3 * noise if is_gain else 0.2 * noise)
+            mean = 1.0
+            if model.config.model_type in ONE_MORE and not name.endswith("linear_attn.norm.weight"):
+                mean = 0.0
+            tensor.copy_(mean + 0.3 * noise if is_gain else 0.2 * noise)
 
 
 def make(directory: Path, model_type: str, keys: dict[str, Any], seed: int) -> None:

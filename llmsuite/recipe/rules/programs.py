@@ -56,6 +56,18 @@ def _not_with_experts(context: RuleContext) -> Iterator[Violation]:
         yield "parallel.expert_parallel_degree", f"{message} {advice}"
 
 
+def _not_with_linear_attention(context: RuleContext) -> Iterator[Violation]:
+    engine = context.recipe.engine
+    shape_spec = context.family.shape_spec
+    if context.config is None or shape_spec is None or not shape_spec(context.config).has_states:
+        return
+    has = f"but the family {context.family.name} has linear attention, which"
+    if engine.compiles_steps:
+        yield "engine.program", f"is step, {has} no program of a full step computes; set it to layers"
+    elif engine.compiles_layers and context.recipe.parallel.tensor_parallel_degree > 1:
+        yield "engine.mode", f"is to_static, {has} has no gradients in a program with tensor parallelism; use dynamic"
+
+
 def _not_in_a_pipeline(context: RuleContext) -> Iterator[Violation]:
     recipe = context.recipe
     parallel = context.recipe.parallel
@@ -110,6 +122,12 @@ PROGRAM_RULES = (
         "the mesh of a compiled step has one axis for all data ranks",
         (),
         _not_with_experts,
+    ),
+    Rule(
+        "linear attention with `program: step`, or with `to_static` and tensor parallelism",
+        "each rank computes it on the heads that it has, and Paddle 3.3.1 has no gradient of that in a program",
+        (),
+        _not_with_linear_attention,
     ),
     Rule(
         "`program: step` with a pipeline and `prefix.projection`, `micro_batch_size: 1`, with fewer micro-batches than "

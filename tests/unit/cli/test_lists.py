@@ -134,7 +134,8 @@ def test_plugins_list_and_info(run: Run, registry: Registry) -> None:
         "stage pretrain, stage sft, stage lora, stage gkd, stage dpo, stage rm, stage kto, stage grpo, stage online_dpo"
     )
     stages += ", stage ppo, stage infer"
-    models = "model llama, model mixtral, model qwen, model qwen_moe, model ernie, model gemma, model phi"
+    models = "model llama, model mixtral, model qwen, model qwen_moe, model qwen_hybrid, model qwen_hybrid_moe"
+    models += ", model ernie, model gemma, model phi"
     models += ", model granite, model smollm3, model olmo, model seed_oss, model hunyuan, model glm, model cohere"
     models += ", model starcoder, model internlm, model ministral, model granite_moe, model minimax, model glm_moe"
     models += ", model ernie_moe, model gpt, model deepseek"

@@ -13,6 +13,7 @@ from llmsuite.adapters.add import add_adapters
 from llmsuite.adapters.layers.reft import add_interventions
 from llmsuite.adapters.methods import adapter_config
 from llmsuite.models.block_quant import CODES, BlockFormat, is_quantised_part
+from llmsuite.models.blocks import keeps_state
 from llmsuite.models.experts import GroupedLinear
 from llmsuite.models.initial_values import initial_values
 from llmsuite.models.moe import Gate
@@ -34,6 +35,8 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("qwen", {}),
     ("mixtral", {}),
     ("qwen_moe", {}),
+    ("qwen_hybrid", {}),
+    ("qwen_hybrid_moe", {}),
     ("ernie", {}),
     ("gemma", {}),
     ("gemma", {"model_type": "gemma2", "rope_local_base_freq": None, "attn_logit_softcapping": 50.0}),
@@ -89,7 +92,10 @@ def _check(model: Any, dtype: str) -> None:
     gates = {name for name, module in model.named_sublayers() if isinstance(module, Gate)}
     nll = _loss(model)
     assert nll.dtype == paddle.float32
-    assert {name: kinds for name, kinds in found.items() if kinds != {dtype}} == {name: {"float32"} for name in gates}
+    layers = [name for name, module in model.named_sublayers() if keeps_state(module)]
+    states = {name: {dtype, "float32"} for layer in layers for name in (layer, f"{layer}.self_attn")}
+    others = {name: kinds for name, kinds in found.items() if kinds != {dtype}}
+    assert others == {**{name: {"float32"} for name in gates}, **states}
     assert len(found) > 10
     nll.mean().backward()
     trained = {name: p for name, p in model.named_parameters() if not p.stop_gradient}

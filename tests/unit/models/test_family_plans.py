@@ -41,6 +41,7 @@ PUBLISHED = {
     "qwen3-14b": 14.77e9,
     "qwen3-32b": 32.76e9,
     "qwen3-4b-2507": 4.022e9,
+    "qwen3-next-80b-a3b": 79.67e9,
     "qwen1.5-moe-a2.7b": 14.32e9,
     "qwen2-57b-a14b": 57.41e9,
     "qwen3-30b-a3b": 30.53e9,
@@ -149,6 +150,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite moe": ("granite_moe", {"attention_bias": True}),
     "minimax": ("minimax", {}),
     "glm moe": ("glm_moe", {"use_qk_norm": True}),
+    "qwen hybrid": ("qwen_hybrid", {}),
+    "qwen hybrid moe": ("qwen_hybrid_moe", {}),
+    "qwen hybrid moe 3.5": ("qwen_hybrid_moe", {"model_type": "qwen3_5_moe_text"}),
     "ernie moe": ("ernie_moe", {}),
     "ernie moe without shared experts": (
         "ernie_moe",
@@ -182,12 +186,12 @@ def test_presets_have_the_published_number_of_parameters(family: str, preset: st
     shape = FAMILIES[family].presets[preset]
     config = FAMILIES[family].config_cls(**shape)
     assert list(config.problems()) == []
-    # layers of one kind are all alike: two more show what each weighs
+    # layers of one kind are all alike, or those of each four: as many more show what they weigh
     sizes = {}
-    for layers in (4, 5):
+    for layers in (4, 8):
         made = tiny(family, **{**dataclasses.asdict(config), "num_hidden_layers": layers})
         sizes[layers] = sum(math.prod(shape) for shape in shapes_of(made).values())
-    total = sizes[4] + (config.num_hidden_layers - 4) * (sizes[5] - sizes[4])
+    total = sizes[4] + (config.num_hidden_layers - 4) / 4 * (sizes[8] - sizes[4])
     assert total == pytest.approx(PUBLISHED[preset], rel=1e-3)
 
 
@@ -387,13 +391,17 @@ WHOLE_ON_PURPOSE = ("embed_positions.weight", "mlp.gate.weight", "shared_expert_
 
 
 def test_every_pattern_is_of_use() -> None:
-    names: dict[Any, set[str]] = {}
-    for family, shape in VARIANTS.values():  # described families share one, or that with experts
-        names.setdefault(FAMILIES[family].shard_plan.shard_dims, set()).update(shapes_of(tiny(family, **shape)))
-    assert names.keys() == {family.shard_plan.shard_dims for family in FAMILIES.values()}
-    for shard_dims, found in names.items():
-        for pattern, _ in shard_dims:
-            assert fnmatch.filter(found, pattern), pattern
+    names: dict[str, set[str]] = {}
+    for family, shape in VARIANTS.values():  # described families share most of theirs
+        found = shapes_of(tiny(family, **shape))
+        for pattern, _ in FAMILIES[family].shard_plan.shard_dims:
+            names.setdefault(pattern, set()).update(found)
+    assert names.keys() == {pattern for family in FAMILIES.values() for pattern, _ in family.shard_plan.shard_dims}
+    for pattern, of_families in names.items():
+        assert fnmatch.filter(of_families, pattern), pattern
+
+
+_LAST = ("down_proj.weight", "o_proj.weight", "out_proj.weight")
 
 
 def test_regions_end_with_one_row_parallel_product(model: Any) -> None:
@@ -403,7 +411,7 @@ def test_regions_end_with_one_row_parallel_product(model: Any) -> None:
     for name in regions:
         cuts = {key: model.plan.dim(f"{name}.{key}") for key, _ in modules[name].named_parameters()}
         assert set(cuts.values()) >= {0}
-        assert any(dim in (0, 1) for key, dim in cuts.items() if "down_proj" in key or "o_proj" in key)
+        assert any(dim in (0, 1) for key, dim in cuts.items() if key.endswith(_LAST))
     assert {model.plan.embedding, model.plan.last_norm, model.plan.layers} <= set(modules)
 
 

@@ -37,7 +37,9 @@ class Image(PlainShape):
 CONFIGS = {
     HasWindow: {"llama", "cohere", "gemma", "ministral", "mixtral", "olmo", "phi", "starcoder"},
     HasMtpLayers: {"deepseek", "glm_moe"},
-    HasGateBias: {"deepseek", "ernie_moe", "glm_moe", "granite_moe", "minimax", "mixtral", "qwen_moe"},
+    HasGateBias: {
+        *("deepseek", "ernie_moe", "glm_moe", "granite_moe", "minimax", "mixtral", "qwen_hybrid_moe", "qwen_moe"),
+    },
 }
 NAMES = {
     HasPaddleNLPNames: {"gpt"},
