@@ -120,7 +120,7 @@ site: $(VENV)/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -f mkdocs.zh.yml
 
 # The packages of everything but gpu and xpu, whose wheels come from another index, with the digests of their files.
-EXTRAS = cpu paddlenlp data ms plot eval demo gguf serve math verifiers docs test dev
+EXTRAS = cpu paddlenlp data ms plot pandas eval demo gguf serve math verifiers docs test dev
 
 lock: $(TOOLS)/ready $(VENV)/dev
 	$(TOOLS)/bin/uv pip compile pyproject.toml $(EXTRAS:%=--extra %) --generate-hashes --universal \
