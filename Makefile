@@ -12,7 +12,7 @@ ASK := --max_new_tokens 40 \
 	--prompt "Is 9 smaller than 4? Answer yes or no, nothing else." \
 	--prompt "What is 12 plus 5? Reply with the number only."
 
-.PHONY: demo demo-dpo demo-rl test test-further pythons parity matrix faults bench roofline scaling check docs site lock audit sbom clean
+.PHONY: demo demo-dpo demo-rl test test-further dist pythons parity matrix faults bench roofline scaling check docs site lock audit sbom clean
 
 demo: $(VENV)/demo $(MODEL)
 	rm -rf runs/demo
@@ -59,18 +59,27 @@ ON_ALL_MESHES = $(patsubst %,tests/multi/test_%.py,answers bf16 bf16_lora bf16_p
 	standin standin_further standin_programs windows)
 ALIKE = tests/unit/checkpoint/convert/test_merge_families.py tests/unit/inference/test_pack_model.py
 
-# what a user does first, with each Python that it is for: PYTHONS="python3.10 python3.12"
+# what goes to an index, checked as it does
+dist: $(TOOLS)/ready
+	rm -f dist/*.whl dist/*.tar.gz
+	$(TOOLS)/bin/python -m build --outdir dist
+	$(TOOLS)/bin/twine check --strict dist/*.whl dist/*.tar.gz
+
+# what a user of the wheel does first, away from the checkout, with each Python that it is for:
+# PYTHONS="python3.10 python3.12"
 PYTHONS ?= python3.10 python3.11 python3.12
 pythons: $(PYTHONS:%=with/%)
-with/%:
-	rm -rf .venv-$(notdir $*) runs/$(notdir $*) runs/$(notdir $*)-dpo runs/$(notdir $*)-lora
-	$* -m venv .venv-$(notdir $*)
-	.venv-$(notdir $*)/bin/pip install --quiet '.[cpu]'
-	.venv-$(notdir $*)/bin/pip install --quiet --no-deps $(PADDLENLP)
-	.venv-$(notdir $*)/bin/llmsuite run recipes/llama/sft.json --smoke --output_dir=runs/$(notdir $*)
-	.venv-$(notdir $*)/bin/llmsuite run recipes/llama/dpo.json --smoke --output_dir=runs/$(notdir $*)-dpo
-	.venv-$(notdir $*)/bin/llmsuite run recipes/llama/lora.json --smoke --output_dir=runs/$(notdir $*)-lora
-	.venv-$(notdir $*)/bin/llmsuite generate runs/$(notdir $*) --max_new_tokens 8 --prompt "Hi"
+with/%: OWN = build/with/$(notdir $*)
+with/%: dist
+	rm -rf $(OWN)
+	$* -m venv $(OWN)/venv
+	$(OWN)/venv/bin/pip install --quiet "$$(ls dist/*.whl)[cpu]"
+	$(OWN)/venv/bin/pip install --quiet --no-deps $(PADDLENLP)
+	cd $(OWN) && venv/bin/llmsuite --version
+	cd $(OWN) && venv/bin/llmsuite run recipes/llama/sft.json --smoke --output_dir=runs/sft
+	cd $(OWN) && venv/bin/llmsuite run recipes/llama/dpo.json --smoke --output_dir=runs/dpo
+	cd $(OWN) && venv/bin/llmsuite run recipes/llama/lora.json --smoke --output_dir=runs/lora
+	cd $(OWN) && venv/bin/llmsuite generate runs/sft --max_new_tokens 8 --prompt "Hi"
 
 parity: $(VENV)/test
 	LLMSUITE_TEST_MESHES=all $(BIN)/python -m pytest tests/parity $(ON_ALL_MESHES) $(ALIKE) -q --write-parity-table
@@ -120,7 +129,7 @@ site: $(VENV)/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -f mkdocs.zh.yml
 
 # The packages of everything but gpu and xpu, whose wheels come from another index, with the digests of their files.
-EXTRAS = cpu paddlenlp data ms plot eval demo gguf serve math verifiers docs test dev
+EXTRAS = cpu paddlenlp data ms plot pandas eval demo gguf serve math verifiers docs test dev
 
 lock: $(TOOLS)/ready $(VENV)/dev
 	$(TOOLS)/bin/uv pip compile pyproject.toml $(EXTRAS:%=--extra %) --generate-hashes --universal \
@@ -160,7 +169,8 @@ $(VENV)/site: $(VENV)/python
 	touch $@
 
 # apart from the others, whose packages they would change
-$(TOOLS)/ready:
+$(TOOLS)/ready: Makefile
 	$(PYTHON) -m venv $(TOOLS)
-	$(TOOLS)/bin/pip install --quiet 'uv>=0.9,<1' 'pip-audit>=2.9,<3' 'cyclonedx-bom>=7,<8'
+	$(TOOLS)/bin/pip install --quiet 'uv>=0.9,<1' 'pip-audit>=2.9,<3' 'cyclonedx-bom>=7,<8' 'build>=1.6,<2' \
+		'twine>=7,<8'
 	touch $@

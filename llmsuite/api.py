@@ -16,11 +16,12 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import TypedDict, Unpack
 
 from llmsuite.base.errors import RecipeError, UserError
+from llmsuite.base.extras import install_command
 from llmsuite.base.files import read_json_object
 from llmsuite.base.locks import scratch_directory
 from llmsuite.base.python_files import code_allowed
@@ -48,11 +49,17 @@ from llmsuite.launch.launch import is_worker
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.stages.first_rows import check_rows
 
+if TYPE_CHECKING:
+    import matplotlib.figure
+    import pandas
+
 RecipeLike = str | Path | Mapping[str, Any]
 """A recipe: its file, or its content as JSON data."""
 Spec = StageSpec | JobSpec | ModelFamily | DeviceSpec | DataFormat | Exporter | LoggerSpec | RewardSpec | Command
 Plugin = str | Path | Spec | Any
 """A Python file, a spec such as a `ModelFamily`, or a module or object with hooks."""
+_DEFAULT_CHARTS = ("loss", "reward", "accuracy")
+"""Charts of `Run.plot`, of those that a run has."""
 _TAIL_LINES = 20
 _MAX_LINE_CHARS = 1 << 16
 """Characters of a line that are passed on together."""
@@ -85,6 +92,53 @@ class Run:
     def checkpoint(self) -> Path | None:
         """Newest complete checkpoint, a model directory; None where there is none."""
         return find_latest(self.output_dir / "checkpoints", lambda message: None)
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """Metrics as a table of pandas: a row for each step, which is the index, and a column for each metric. Those of
+        evaluations, such as "eval/loss", are NaN at steps without one.
+
+        Raises:
+            UserError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise UserError(
+                f"Run.to_pandas: needs the package pandas; install it with: {install_command('pandas')}"
+            ) from error
+        rows: dict[int, dict[str, Any]] = {}
+        for record in self.metrics:
+            numbers = {name: value for name, value in record.items() if name not in ("schema", "step")}
+            rows.setdefault(record["step"], {}).update(numbers)
+        return pandas.DataFrame.from_dict(rows, orient="index").sort_index().rename_axis("step")
+
+    def plot(self, *charts: str) -> matplotlib.figure.Figure:
+        """Figure with charts of the metrics, training and evaluations together.
+
+        Args:
+            charts: names of charts, as `llmsuite report --png` names its files; by default the loss, and the reward or
+                the preference accuracy of runs that have one.
+
+        Raises:
+            UserError: the run has no such chart, or matplotlib is not installed.
+        """
+        from llmsuite.observe.charts import plotted_charts
+        from llmsuite.observe.plots import charts_figure
+        from llmsuite.observe.runs import read_run
+
+        found = {plotted.chart.name: plotted for plotted in plotted_charts([read_run(self.output_dir)])}
+        names = charts or [name for name in _DEFAULT_CHARTS if name in found]
+        if not names:
+            raise UserError(f"Run.plot: {self.output_dir} has no metrics yet")
+        if unknown := [name for name in names if name not in found]:
+            hint = suggestion(unknown[0], found)
+            raise UserError(f"Run.plot: the run has no chart {unknown[0]!r}; {hint}it has: {', '.join(found)}")
+        try:
+            return charts_figure([found[name] for name in names])
+        except ImportError as error:
+            raise UserError(
+                f"Run.plot: needs the package matplotlib; install it with: {install_command('plot')}"
+            ) from error
 
 
 def load_recipe(

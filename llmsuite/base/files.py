@@ -61,11 +61,9 @@ def temporary_path(final: Path) -> Path:
 
 
 @contextlib.contextmanager
-def committed_directory(final: Path, manifest: dict[str, Any] | None = None) -> Iterator[Path]:
-    """A temporary directory that becomes `final` when the block succeeds, and is removed when it fails.
-
-    A directory already at `final` is replaced. `manifest` is written into it last, with the size and sha256 of
-    every file under "files" (the format of `ranges_of`); entries that the block has set are not computed again.
+def published_directory(final: Path) -> Iterator[Path]:
+    """A temporary directory that becomes `final` when the block succeeds, and is removed when it fails. A directory
+    already at `final` is replaced.
 
     Raises:
         UserError: the disk is full, the directory cannot be written, or the temporary directory is not llmsuite's.
@@ -76,10 +74,22 @@ def committed_directory(final: Path, manifest: dict[str, Any] | None = None) -> 
             with os_errors(final) as outcome:
                 remove_content(temporary)
                 yield temporary
-                _commit(temporary, final, manifest or {}, outcome)
+                publish(temporary, final, outcome)
         finally:
             with contextlib.suppress(OSError):
                 remove_path(temporary)
+
+
+@contextlib.contextmanager
+def committed_directory(final: Path, manifest: dict[str, Any] | None = None) -> Iterator[Path]:
+    """A variant of `published_directory` whose files are flushed to disk.
+
+    `manifest` is written into it last, with the size and sha256 of every file under "files" (the format of
+    `ranges_of`); entries that the block has set are not computed again.
+    """
+    with published_directory(final) as temporary:
+        yield temporary
+        _seal(temporary, manifest or {})
 
 
 @contextlib.contextmanager
@@ -92,7 +102,8 @@ def committed_checkpoint(final: Path, manifest: dict[str, Any], is_created: bool
             if not is_created:
                 create_temporary(final)
             yield temporary
-            _commit(temporary, final, manifest, outcome)
+            _seal(temporary, manifest)
+            publish(temporary, final, outcome)
     finally:
         with contextlib.suppress(OSError):
             remove_path(temporary)
@@ -153,7 +164,8 @@ def resumable_directory(final: Path, content: str, manifest: dict[str, Any]) -> 
             write_text_atomic(marker, content)
         yield temporary
         marker.unlink()
-        _commit(temporary, final, manifest, outcome)
+        _seal(temporary, manifest)
+        publish(temporary, final, outcome)
 
 
 @contextlib.contextmanager
@@ -166,11 +178,10 @@ def os_errors(final: Path, otherwise: str = "nothing was changed") -> Iterator[l
         raise UserError(f"{final}: cannot be written: {error.strerror or error}; {outcome[-1]}") from error
 
 
-def _commit(temporary: Path, final: Path, manifest: dict[str, Any], outcome: list[str]) -> None:
-    """Flush a filled directory to disk, and rename it to its final name."""
+def _seal(temporary: Path, manifest: dict[str, Any]) -> None:
+    """Flush the files of a filled directory to disk, and write its manifest."""
     files = flush_files(temporary, manifest.get("files", {}))
     write_json(temporary / MANIFEST, {**manifest, "files": files})
-    publish(temporary, final, outcome)
 
 
 def flush_files(directory: Path, known: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,7 +196,7 @@ def flush_files(directory: Path, known: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def publish(temporary: Path, final: Path, outcome: list[str]) -> None:
-    """Rename a directory, whose files are flushed to disk, to its final name. `outcome` is the list of `os_errors`."""
+    """Rename a filled directory to its final name. `outcome` is the list of `os_errors`."""
     fsync(temporary)
     replaces = exists(final)
     if replaces:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from llmsuite.base.errors import UserError
+from llmsuite.base.files import published_directory
 from llmsuite.base.safe_files import exists
 from llmsuite.contract.registry import Registry
 
@@ -36,7 +37,8 @@ _REGISTERED: Mapping[Kind, str] = {"stage": "stages", "reward": "rewards", "fami
 
 
 def write_plugin(name: str, kind: Kind, directory: Path, registry: Registry) -> list[Path]:
-    """Write the package of a plugin that adds one stage, reward or model family.
+    """Write the package of a plugin that adds one stage, reward or model family: all of it, or nothing where writing
+    fails or is interrupted.
 
     Args:
         name: name of what it adds, in recipes.
@@ -48,7 +50,7 @@ def write_plugin(name: str, kind: Kind, directory: Path, registry: Registry) -> 
         The files, relative to the directory.
 
     Raises:
-        UserError: the name cannot be used, or the directory exists.
+        UserError: the name cannot be used, or the directory exists or cannot be written.
     """
     _check_name(name, kind, registry)
     if exists(directory):
@@ -69,10 +71,11 @@ def write_plugin(name: str, kind: Kind, directory: Path, registry: Registry) -> 
         file = template.stem
         place = f"tests/{file}" if file.startswith("test_") else f"{module}/{file}"
         files[place] = _rendered(f"{kind}/{file}", values)
-    for place, text in files.items():
-        path = directory / place
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+    with published_directory(directory) as unfinished:
+        for place, text in files.items():
+            path = unfinished / place
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
     return [Path(place) for place in files]
 
 

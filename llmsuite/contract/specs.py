@@ -282,14 +282,12 @@ class ModelFamily:
 
         from typing_extensions import TypedDict
 
-        from llmsuite.contract.schema.keys import field_docs
-
         hints = typing.get_type_hints(self.config_cls, include_extras=True)
         fields = {f.name: hints[f.name] for f in dataclasses.fields(self.config_cls) if f.name not in NO_KEYS}
         make_typed_dict: Any = TypedDict  # type checkers accept only literal fields
         keys = make_typed_dict("ModelConfig", fields, total=False)
         keys.__pydantic_config__ = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
-        keys.docs = field_docs(self.config_cls)
+        keys.documented_in = self.config_cls
         return keys
 
 

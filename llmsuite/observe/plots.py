@@ -26,7 +26,7 @@ def write_plots(charts: Sequence[PlottedChart], timeline: Timeline | None, direc
         UserError: matplotlib is missing.
     """
     try:
-        figures = [(plotted.chart.name, _figure(plotted)) for plotted in charts]
+        figures = [(plotted.chart.name, charts_figure([plotted])) for plotted in charts]
         if timeline is not None:
             unit = "forward passes of a chunk, if all take equally long"
             figures.append(("schedule", schedule_figure(timeline, unit, 6)))
@@ -37,14 +37,29 @@ def write_plots(charts: Sequence[PlottedChart], timeline: Timeline | None, direc
     return [directory / f"{name}.png" for name, _ in figures]
 
 
-def _figure(plotted: PlottedChart) -> Any:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+def charts_figure(charts: Sequence[PlottedChart]) -> Any:
+    """Figure of matplotlib with one or more charts, two in a row.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
     from matplotlib.figure import Figure
+
+    columns = min(2, len(charts))
+    rows = math.ceil(len(charts) / columns)
+    figure = Figure(figsize=(6 * columns, 3.2 * rows), layout="constrained")
+    places = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axes, plotted in zip(places, charts):
+        _draw(axes, plotted)
+    for axes in places[len(charts) :]:
+        axes.remove()
+    return figure
+
+
+def _draw(axes: Any, plotted: PlottedChart) -> None:
+    """Plot the curves of a chart into axes of matplotlib."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
-    figure = Figure(figsize=(6, 3.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
     for curve in plotted.curves:
         colour = f"C{curve.colour % 10}"
         style = "--" if curve.dashed else "-"
@@ -64,7 +79,6 @@ def _figure(plotted: PlottedChart) -> Any:
     axes.grid(alpha=0.3)
     if 1 < len(plotted.curves) <= 16:
         axes.legend(fontsize="small")
-    return figure
 
 
 def pipeline_timeline(recipe: Record) -> Timeline | None:

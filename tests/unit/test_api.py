@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -256,3 +257,68 @@ def test_an_object_with_hooks_may_be_a_dataclass() -> None:
 def test_only_specs_are_registered() -> None:
     with pytest.raises(UserError, match="a int cannot be registered; pass one of: StageSpec, JobSpec, ModelFamily"):
         plugin_from_specs([3])
+
+
+RECORDS = [
+    {"step": 1, "epoch": 0.5, "loss": 3.0, "reward": 0.25},
+    {"step": 2, "epoch": 1.0, "loss": None, "reward": 0.5},
+    {"step": 2, "eval/loss": 2.5},
+    {"step": 3, "epoch": 1.5, "loss": 1.0, "reward": 1.0, "grad_norm": 2.0},
+]
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> llmsuite.Run:
+    """A run with four records."""
+    (tmp_path / "recipe.json").write_text("{}")
+    lines = [json.dumps({"schema": 1, **record}) for record in RECORDS]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return llmsuite.Run(tmp_path)
+
+
+def test_metrics_are_a_table(finished: llmsuite.Run) -> None:
+    table = finished.to_pandas()
+    assert list(table.index) == [1, 2, 3]
+    assert table.index.name == "step"
+    assert list(table.columns) == ["epoch", "loss", "reward", "eval/loss", "grad_norm"]
+    assert {str(kind) for kind in table.dtypes} == {"float64"}
+    assert table["loss"].dropna().to_dict() == {1: 3.0, 3: 1.0}
+    assert table["eval/loss"].dropna().to_dict() == {2: 2.5}
+
+
+def test_a_run_without_metrics_is_an_empty_table(finished: llmsuite.Run) -> None:
+    (finished.output_dir / "metrics.jsonl").write_text("")
+    assert len(finished.to_pandas()) == 0
+    with pytest.raises(UserError, match=r"Run\.plot: .* has no metrics yet"):
+        finished.plot()
+
+
+def test_the_loss_and_the_reward_are_plotted(finished: llmsuite.Run, tmp_path: Path) -> None:
+    figure = finished.plot()
+    assert [axes.get_title() for axes in figure.axes] == ["Loss", "Reward"]
+    lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in figure.axes[0].lines}
+    assert lines == {"train": ([1, 3], [3.0, 1.0]), "eval": ([2], [2.5])}
+    figure.savefig(tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_charts_are_plotted_in_the_order_given(finished: llmsuite.Run) -> None:
+    titles = [axes.get_title() for axes in finished.plot("grad_norm", "loss", "reward").axes]
+    assert titles == ["Gradient norm", "Loss", "Reward"]
+
+
+def test_a_chart_that_the_run_does_not_have_is_named(finished: llmsuite.Run) -> None:
+    message = r"the run has no chart 'los'; did you mean 'loss'\? it has: loss, reward, grad_norm$"
+    with pytest.raises(UserError, match=message):
+        finished.plot("los")
+
+
+@pytest.mark.parametrize(("method", "package"), [("to_pandas", "pandas"), ("plot", "matplotlib")])
+def test_what_is_not_installed_is_named(
+    method: str, package: str, finished: llmsuite.Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError, match=rf"Run\.{method}: needs the package {package}; install it with: pip install"):
+        getattr(finished, method)()

@@ -88,9 +88,9 @@ def section_doc(cls: type[Section]) -> str:
 @functools.cache
 def field_docs(cls: type) -> dict[str, str]:
     """Return the docstrings under the fields of a dataclass and its bases, by field; empty if the source is missing.
-    For a TypedDict, return its attribute `docs`."""
+    For a TypedDict, return those of the class in its attribute `documented_in`."""
     if is_typeddict(cls):
-        return getattr(cls, "docs", {})
+        return field_docs(cls.documented_in) if hasattr(cls, "documented_in") else {}
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if not dataclasses.is_dataclass(base):

@@ -37,7 +37,9 @@ def wanted_here(extra: str) -> list[Requirement]:
     return [Requirement(package) for wanted, package in parted if not wanted.marker or wanted.marker.evaluate()]
 
 
-@pytest.mark.parametrize("extra", ["serve", "eval", "gguf", "ms", "math", "verifiers", "cpu", "paddlenlp"])
+@pytest.mark.parametrize(
+    "extra", ["serve", "eval", "gguf", "ms", "math", "verifiers", "plot", "pandas", "cpu", "paddlenlp"]
+)
 def test_the_packages_of_an_extra_are_named(extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     every = ["numpy<2,>=1.26", *built("serve"), *(built(extra) if extra != "serve" else [])]
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: every if name == "llmsuite" else None)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from llmsuite.base.errors import UserError
+from llmsuite.base.locks import LOCK
 from llmsuite.cli.main import main
 from llmsuite.cli.new_plugin import KINDS, write_plugin
 from llmsuite.contract.registry import Registry
@@ -34,6 +35,36 @@ def test_a_directory_that_exists_is_left_alone(tmp_path: Path, registry: Registr
     with pytest.raises(UserError, match="exists; name another directory with -o"):
         write_plugin("brief", "reward", tmp_path, registry)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("written", [0, 1, 3])
+def test_an_interrupt_leaves_nothing(
+    written: int, tmp_path: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_text = Path.write_text
+    seen: list[Path] = []
+
+    def interrupted(path: Path, text: str, encoding: str) -> int:
+        if len(seen) == written:
+            raise KeyboardInterrupt
+        seen.append(path)
+        return write_text(path, text, encoding=encoding)
+
+    monkeypatch.setattr(Path, "write_text", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_plugin("brief", "reward", tmp_path / "new", registry)
+    assert list(tmp_path.iterdir()) == []
+    assert len(seen) == written
+
+
+def test_what_a_killed_command_has_left_is_not_in_the_package(tmp_path: Path, registry: Registry) -> None:
+    unfinished = tmp_path / "new.tmp"
+    (unfinished / "llmsuite_other").mkdir(parents=True)
+    (unfinished / LOCK).touch()
+    directory = tmp_path / "new"
+    written = write_plugin("brief", "reward", directory, registry)
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+    assert sorted(written) == sorted(path.relative_to(directory) for path in directory.rglob("*") if path.is_file())
 
 
 @pytest.mark.parametrize("kind", KINDS)
