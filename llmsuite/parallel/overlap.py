@@ -145,8 +145,8 @@ class _Fused:
         self._region = region
 
     def apply_linears(self, layers: Sequence[nn.Layer], x: Tensor, then: nn.Layer | None = None) -> list[Tensor]:
-        """[..., D], the same on every rank, to an output [..., F] of each layer, split along F: a distributed tensor, or
-        this rank's shard."""
+        """[..., D], the same on every rank, to an output [..., F] of each layer, split along F: distributed tensors, or
+        this rank's shards."""
         assert all(is_matrix(layer) for layer in layers), "a layer that is more than its matrix"
         linear: list[Any] = list(layers)
         round_outputs = self._matmuls.rounds_outputs and can_round_outputs(layers, then)
@@ -161,8 +161,8 @@ class _Fused:
 
 class _ColumnParallelMatmul(PyLayer):
     """x W of distributed tensors, for several W. Mesh, `SumMode`, the device's implementations, whether outputs are
-    those of `MatmulOps.rounded_output_matmul`, and whether they are plain shards come in a tuple, which PyLayer does not
-    look into."""
+    those of `MatmulOps.rounded_output_matmul`, and whether they are plain shards come in a tuple, which PyLayer does
+    not look into."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:

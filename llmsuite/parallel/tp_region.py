@@ -1,7 +1,7 @@
 """The inside of a TP region, between its column-parallel and its row-parallel matrices, with plain tensors.
 
-Every operation there is on this rank's shard alone: its heads, or its columns of an MLP. With distributed tensors Paddle
-would infer the placements of each operation, which takes the host longer than to launch most of them.
+Every operation there is on this rank's shard alone: its heads, or its columns of an MLP. With distributed tensors
+Paddle would infer the placements of each operation, which takes the host longer than to launch most of them.
 """
 
 from __future__ import annotations
