@@ -29,6 +29,7 @@ from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel import collective
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.tensor import local_value, reshard
+from llmsuite.parallel.tp_region import accept_local_shards, add_local_biases
 
 SumMode = Literal["overlapped", "blocking", "deferred"]
 """When the gradient of the input is summed over tp: "overlapped" with the products of the backward pass, "blocking"
@@ -81,7 +82,8 @@ def fuse_projections(
     overlap: bool,
     matmuls: MatmulOps | None = None,
 ) -> None:
-    """Fuse the projections of one input into one operation, in every module that has several.
+    """Fuse the projections of one input into one operation, in every module that has several. Where ranks can, they
+    compute with plain tensors from there to the end of the module (`tp_region`).
 
     Args:
         model: already tensor parallel.
@@ -94,8 +96,11 @@ def fuse_projections(
     mode: SumMode = "overlapped" if overlap else "blocking"
     if sequence_parallel:
         mode = "deferred"
+    names = {id(module): name for name, module in model.named_sublayers()}
     for module in modules_to_fuse(model, plan):
-        module.apply_linears = _Fused(mesh, mode, matmuls or MatmulOps()).apply_linears
+        is_local = accept_local_shards(module, names[id(module)], plan, mesh)
+        region = module.sublayers() if is_local else ()
+        module.apply_linears = _Fused(mesh, mode, matmuls or MatmulOps(), region).apply_linears
 
 
 def modules_to_fuse(model: Any, plan: ShardPlan) -> list[Any]:
@@ -112,7 +117,7 @@ class OverlappedKernel:
     """Product of a linear layer whose weight is split along dim 1."""
 
     def __init__(self, mesh: Mesh, matmuls: MatmulOps):
-        self._settings = (mesh, "overlapped", matmuls, False)
+        self._settings = (mesh, "overlapped", matmuls, False, False)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., D], the same on every rank, to [..., F], split along F."""
@@ -125,28 +130,43 @@ class OverlappedKernel:
 class _Fused:
     """Replacement of `blocks.apply_linears` for layers whose weights are split along dim 1."""
 
-    def __init__(self, mesh: Mesh, mode: SumMode, matmuls: MatmulOps):
+    def __init__(self, mesh: Mesh, mode: SumMode, matmuls: MatmulOps, region: Sequence[nn.Layer] = ()):
+        """
+        Args:
+            mesh: of the run, with this rank's coordinates.
+            mode: when the gradient of the input is summed.
+            matmuls: the device's products of plain tensors.
+            region: layers of the module that compute with this rank's shards as plain tensors; () where distributed
+                ones are needed.
+        """
         self._mesh = mesh
         self._mode = mode
         self._matmuls = matmuls
+        self._region = region
 
     def apply_linears(self, layers: Sequence[nn.Layer], x: Tensor, then: nn.Layer | None = None) -> list[Tensor]:
-        """[..., D], the same on every rank, to an output [..., F] of each layer, split along F."""
+        """[..., D], the same on every rank, to an output [..., F] of each layer, split along F: distributed tensors, or
+        this rank's shards."""
         assert all(is_matrix(layer) for layer in layers), "a layer that is more than its matrix"
         linear: list[Any] = list(layers)
         round_outputs = self._matmuls.rounds_outputs and can_round_outputs(layers, then)
-        settings = (self._mesh, self._mode, self._matmuls, round_outputs)
+        # hooks get distributed tensors, such as those that record them
+        is_local = bool(self._region) and not has_hooks(*self._region)
+        settings = (self._mesh, self._mode, self._matmuls, round_outputs, is_local)
         outputs = _ColumnParallelMatmul.apply(x, *(layer.weight for layer in linear), settings)
+        if is_local:
+            return add_local_biases(linear, outputs, self._mesh)
         return finish_linears(linear, x, outputs)
 
 
 class _ColumnParallelMatmul(PyLayer):
-    """x W of distributed tensors, for several W. Mesh, `SumMode`, the device's implementations and whether outputs are
-    those of `MatmulOps.rounded_output_matmul` come in a tuple, which PyLayer does not look into."""
+    """x W of distributed tensors, for several W. Mesh, `SumMode`, the device's implementations, whether outputs are
+    those of `MatmulOps.rounded_output_matmul`, and whether they are plain shards come in a tuple, which PyLayer does
+    not look into."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        *weights, (mesh, mode, matmuls, round_outputs) = rest
+        *weights, (mesh, mode, matmuls, round_outputs, is_local) = rest
         ctx.mesh = mesh
         ctx.mode = mode
         ctx.matmuls = matmuls
@@ -155,6 +175,8 @@ class _ColumnParallelMatmul(PyLayer):
         ctx.save_for_backward(x, *weights)
         local = local_value(x)
         outputs = [matmuls.sum_of_products([(local, local_value(weight))], False, round_outputs) for weight in weights]
+        if is_local:
+            return tuple(outputs)
         return tuple(dtensor_from_local(y, mesh.tensor, [dist.Shard(y.ndim - 1)]) for y in outputs)
 
     @staticmethod
