@@ -39,9 +39,9 @@ def accept_local_shards(module: Any, name: str, plan: ShardPlan, mesh: Mesh) -> 
     known = {id(parameter) for part in (*matrices.values(), *norms) for parameter in part.parameters()}
     if sorted(dims, key=str) != [0, *[1] * (len(dims) - 1)]:
         return False
-    if any(norm.weight.shape != [module.head_size] for norm in norms):  # a norm over all heads
-        return False
     if any(id(parameter) not in known for parameter in module.parameters()):
+        return False
+    if any(norm.weight.shape != [module.head_size] for norm in norms):  # a norm over all heads
         return False
     last = list(matrices.values())[dims.index(0)]
     if not isinstance(last, Linear):
