@@ -23,7 +23,7 @@ from llmsuite.checkpoint.tensor_writer import ManifestPart, WriteOptions, read_i
 from llmsuite.checkpoint.tensors import TensorSpec, sliced
 from llmsuite.checkpoint.tokenizer_files import copy_tokenizer
 from llmsuite.contract.specs import ModelFamily
-from llmsuite.models.hf_tensors import transposed_dims
+from llmsuite.models.hf_tensors import transposed, transposed_dims
 
 Read = Callable[[str, Sequence[slice] | None], np.ndarray]
 """Returns a parameter by our name, or a slice of it (one slice a dim), oriented as in memory."""
@@ -133,7 +133,7 @@ class TensorLayout:
                 if names.is_linear(spec.name):
                     self.linears.add(theirs)
                 if self.is_transposed(theirs):
-                    shape = transposed_dims(shape)
+                    shape = transposed_dims(theirs, shape)
                 self.specs.append(TensorSpec(theirs, shape, spec.dtype))
         assert len(self.specs) == len(self._pieces), "a tensor lacks a part"
         self._by_name = {spec.name: spec for spec in self.specs}
@@ -166,13 +166,13 @@ class TensorLayout:
     def read(self, name: str, read: Read, index: Sequence[slice] | None = None) -> np.ndarray:
         """Return a tensor, or a slice of it (one slice a dim); only the parameters of the slice are read."""
         pieces = self._pieces[name]
-        transposed = self.is_transposed(name)
+        is_transposed = self.is_transposed(name)
         if index is None and len(pieces) == 1 and pieces[0].index is None:
             value = read(pieces[0].spec.name, None)
-            return value.swapaxes(-1, -2) if transposed else value
+            return transposed(name, value) if is_transposed else value
         shape = self._by_name[name].shape
         bounds = [s.indices(n) for s, n in zip(index or [slice(None)] * len(shape), shape)]
-        *outer, (first, last, _) = transposed_dims(bounds) if transposed else bounds
+        *outer, (first, last, _) = transposed_dims(name, bounds) if is_transposed else bounds
         parts = []
         start = 0
         for piece in pieces:
@@ -188,7 +188,7 @@ class TensorLayout:
             else:
                 parts.append(read(piece.spec.name, [slice(piece.index, piece.index + 1), *own])[0])
         value = parts[0] if len(parts) == 1 else np.concatenate(parts, -1)
-        return value.swapaxes(-1, -2) if transposed else value
+        return transposed(name, value) if is_transposed else value
 
 
 def write_model(

@@ -434,10 +434,12 @@ class StateCache(Sequence[Tensor]):
     def joined(self, other: Cache) -> StateCache:
         """Join the rows of this cache and another one; the shorter cache gets padding on the left."""
         length = max(self.seq_len, cache_len(other))
-        tensors = [
-            paddle.concat(pair if number in self._states else [pad_left(tensor, length) for tensor in pair])
-            for number, pair in enumerate(zip(self, other))
-        ]
+        tensors = []
+        for number, (own, their) in enumerate(zip(self, other)):
+            if number not in self._states:
+                own = pad_left(own, length)
+                their = pad_left(their, length)
+            tensors.append(paddle.concat([own, their]))
         return StateCache(tensors, self._states)
 
     def __len__(self) -> int:

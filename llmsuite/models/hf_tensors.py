@@ -6,7 +6,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TypeVar
 
+import numpy as np
+
 _Dim = TypeVar("_Dim")
+_CONVOLUTION = "conv1d.weight"
+"""End of the names of convolutions of single channels."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +43,19 @@ class HfTensors:
         return slice(start, start + self.sizes[self.part])
 
 
-def transposed_dims(dims: Sequence[_Dim]) -> tuple[_Dim, ...]:
-    """Values for the dims of a matrix, or of a stack of matrices, in the order of the transposed ones."""
+def transposed_dims(theirs: str, dims: Sequence[_Dim]) -> tuple[_Dim, ...]:
+    """Values for the dims of a tensor in the other order: of HF's [outputs, inputs] or of ours, [inputs, outputs].
+
+    Args:
+        theirs: name of the tensor in HF's files.
+        dims: of a matrix or a stack of matrices, of which the last two change places; or of a convolution, which HF
+            stores as [channels, 1, taps].
+    """
+    if theirs.endswith(_CONVOLUTION):
+        return tuple(dims[::-1])
     return (*dims[:-2], *dims[-2:][::-1])
+
+
+def transposed(theirs: str, value: np.ndarray) -> np.ndarray:
+    """The values of a tensor in the other order of its dims, see `transposed_dims`."""
+    return value.transpose(transposed_dims(theirs, range(value.ndim)))

@@ -24,7 +24,7 @@ INERT = {
     "data.answer_tokens", "data.holdout", "dpo.gamma", "dpo.label_smoothing", "dpo.sft_mean", "engine.program",
     "engine.recompute_every", "gkd.answer_end", "gkd.row_length", "grpo.correction_cap", "grpo.correction_level",
     "grpo.dual_clip", "grpo.epsilon", "grpo.kl", "infer.length_penalty", "lora.base_dtype", "lora.dropout",
-    "online_dpo.gamma", "online_dpo.sft_mean", "parallel.sequence_parallel", "ppo.correction_cap",
+    "lora.share_first", "online_dpo.gamma", "online_dpo.sft_mean", "parallel.sequence_parallel", "ppo.correction_cap",
     "ppo.correction_level", "prefix.projection", "qat.activation_bits", "train.decay_type",
     "train.loss_watchdog.patience", "train.max_bad_steps", "train.min_lr_ratio", "train.on_spike",
     "train.warmup_rounding", "train.weight_decay",

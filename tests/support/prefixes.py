@@ -8,10 +8,13 @@ import numpy as np
 
 from llmsuite.adapters.parameters import is_factor
 from llmsuite.models.initial_values import initial_values
-from tests.support.families import FAMILIES
+from tests.support.families import FAMILIES, LINEAR
 
-WITH_HEADS = [family for family in FAMILIES if family != "deepseek"]
-FULL_ATTENTION = {"gemma": {"sliding_window": None, "sliding_window_pattern": 1}}
+WITH_HEADS = [family for family in FAMILIES if family not in ("deepseek", *LINEAR)]
+FULL_ATTENTION = {
+    "cohere": {"sliding_window": None, "sliding_window_pattern": 1},
+    "gemma": {"sliding_window": None, "sliding_window_pattern": 1},
+}
 """Changes of the smoke shape of families whose layers have windows, which refuse prefixes."""
 TOKENS = 3
 LIMIT = 1e-5

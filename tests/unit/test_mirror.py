@@ -66,7 +66,6 @@ def reading(path: Path) -> str:
 
 COMMANDS = ("llmsuite.cli.main", '"-m", "llmsuite"')
 OF_OTHERS = {
-    "models/test_family_references.py",  # whose models are those of all registered families
     "parallel/program/test_messages.py",  # the order of Paddle's own schedule
 }
 """Tests of something that they do not name."""

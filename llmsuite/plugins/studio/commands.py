@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from llmsuite.base.commands import CommandTimeout, run_command
 from llmsuite.base.errors import UserError
 from llmsuite.base.safe_files import exists
 from llmsuite.plugins.studio.recipes import FilledRecipe
@@ -86,11 +86,11 @@ def explain_row(form: FilledRecipe, row: Any) -> str:
 
 def _run(*words: str) -> str:
     """Run a command of llmsuite; returns what it prints. Raises UserError with its message where it fails."""
-    command = [sys.executable, "-m", "llmsuite", *words]
+    name = f"llmsuite {words[0]} {words[1]}"
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS)
-    except subprocess.TimeoutExpired:
-        raise UserError(f"llmsuite {words[0]} {words[1]}: took more than {_SECONDS} seconds, and was ended") from None
-    if done.returncode:
-        raise UserError(done.stderr.strip() or f"llmsuite {words[0]} {words[1]} ended with {done.returncode}")
-    return done.stdout
+        done = run_command([sys.executable, "-m", "llmsuite", *words], seconds=_SECONDS)
+    except CommandTimeout:
+        raise UserError(f"{name}: took more than {_SECONDS} seconds, or printed too much, and was ended") from None
+    if done.code:
+        raise UserError(done.errors.strip() or f"{name} ended with {done.code}")
+    return done.output

@@ -32,7 +32,7 @@ from llmsuite.models.shard_plan import UNSHARDED
 from llmsuite.models.targets import full_modules
 from llmsuite.recipe.resolve import plan_run
 from tests.support.adapter_models import IDS, base_of, section
-from tests.support.families import FAMILIES
+from tests.support.families import FAMILIES, LINEAR
 from tests.support.paths import ROOT
 
 NAMES = ["embed_tokens", "lm_head"]
@@ -95,7 +95,9 @@ def test_they_are_saved_with_the_adapters_and_merged(family: str, tied: bool, me
     model.eval()
     ours = model(paddle.to_tensor(IDS)).numpy()
     theirs = load_model(merged, CpuBackend())(paddle.to_tensor(IDS)).numpy()
-    np.testing.assert_allclose(theirs, ours, rtol=0, atol=1e-5 * np.abs(ours).max())
+    # the norms of linear attention amplify the rounding of outputs near zero
+    limit = 5e-5 if family in LINEAR else 1e-5
+    np.testing.assert_allclose(theirs, ours, rtol=0, atol=limit * np.abs(ours).max())
 
 
 def test_they_are_no_pair_of_factors(tmp_path: Path) -> None:

@@ -70,9 +70,10 @@ def test_prompts_that_begin_alike_are_read_in_pieces_too(decoder: ModelDecoder) 
     sampling = Sampling(max_new_tokens=3, min_new_tokens=3)
     alone = [list(generate(decoder, prompt, {1}, sampling)) for prompt in ALIKE]
     sequences = [DecodingSequence(prompt, sampling, {1}) for prompt in ALIKE]
-    run(Batch(decoder, chunk_size=5, prefix_cache=PrefixCache(10**9, 4)), sequences)
+    prefixes = PrefixCache(10**9, 4) if decoder.traits.supports_prefix_cache else None
+    run(Batch(decoder, chunk_size=5, prefix_cache=prefixes), sequences)
     assert [line.ids for line in sequences] == alone
-    assert sum(line.num_cached_tokens for line in sequences) >= 4 * 8, (
+    assert prefixes is None or sum(line.num_cached_tokens for line in sequences) >= 4 * 8, (
         "they wait for the one that reads what they have in common"
     )
 

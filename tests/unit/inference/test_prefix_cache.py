@@ -17,7 +17,7 @@ from llmsuite.inference.prefix_cache import PrefixCache
 from llmsuite.inference.sampling import Sampling
 from tests.support.alike_prompts import PROMPTS
 from tests.support.decoding_models import SAMPLINGS, family_model
-from tests.support.families import FAMILIES
+from tests.support.families import FAMILIES, LINEAR
 
 
 class Counting:
@@ -50,7 +50,7 @@ def answers(
     return sequences
 
 
-@pytest.mark.parametrize("name", sorted(FAMILIES))
+@pytest.mark.parametrize("name", sorted({*FAMILIES} - {*LINEAR}))
 @pytest.mark.parametrize("sampling", SAMPLINGS[:2], ids=["greedy", "sampled"])
 def test_answers_are_those_without(name: str, sampling: Sampling) -> None:
     decoder = ModelDecoder(family_model(name))
@@ -60,6 +60,11 @@ def test_answers_are_those_without(name: str, sampling: Sampling) -> None:
         assert [line.ids for line in sequences] == alone, groups
         assert sum(line.num_cached_tokens for line in sequences) > 0
         assert max(line.num_cached_tokens for line in sequences) <= 9
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_states_are_not_cached(name: str) -> None:
+    assert not ModelDecoder(family_model(name)).traits.supports_prefix_cache
 
 
 def test_a_fused_model_with_a_buffer() -> None:

@@ -121,7 +121,7 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("internlm/internlm3_biases", {"rope_theta": 9000.0}),
     ("internlm/internlm3_dynamic_tied", {"rope_scaling": {"rope_type": "linear", "factor": 6.0}}),
     ("ministral/grown", {"rope_scaling": {**GROWN, "llama_4_scaling_beta": 0.29}}),
-    ("ministral/grown", {"rope_scaling": {**GROWN, "beta_fast": 6.0}}),
+    ("ministral/grown", {"rope_scaling": {**GROWN, "factor": 1.1 * GROWN["factor"]}}),
     ("ministral/grown_window_tied", {"sliding_window": 10}),
     ("granite_moe/tied", {"embedding_multiplier": 2.9}),
     ("granite_moe/tied", {"attention_multiplier": 0.31}),

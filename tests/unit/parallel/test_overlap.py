@@ -76,7 +76,7 @@ def test_the_sum_is_under_way_while_the_gradient_of_the_weight_is_made(
         assert np.array_equal(model.lm_head.weight.grad._local_value().numpy(), np.full([4, 6], 6.0, "float32"))
 
 
-ALONE = {"gpt": {"mlp.up_proj"}}
+ALONE = {"gpt": {"mlp.up_proj"}, "starcoder": {"mlp.up_proj"}}
 """By family, the matrices of a layer that alone read an input that is gathered before them."""
 
 
