@@ -15,8 +15,10 @@ from tests.support.paths import ROOT
 OWN = [ROOT / "tests" / "support" / "own_layers.py"]
 STATE = "has linear attention, whose state an exported program does not carry"
 NO_EXPORT = {"export": STATE, "tensor parallel export": STATE, "pipeline parallel export": STATE}
+WHOLE_NORMS = {"tensor parallel": "norms all heads of queries"}
 REFUSES = {
-    "olmo": {"tensor parallel": "norms all heads of queries"},
+    "minimax": WHOLE_NORMS,
+    "olmo": WHOLE_NORMS,
     "qwen_hybrid": NO_EXPORT,
     "qwen_hybrid_moe": NO_EXPORT,
 }

@@ -27,14 +27,14 @@ from llmsuite.models.shard_plan import UNSHARDED
 from llmsuite.parallel import collective
 from llmsuite.parallel.mesh import Mesh
 from tests.support import many
-from tests.support.families import FAMILIES
+from tests.support.families import FAMILIES, LINEAR
 from tests.support.written_family import write_family
 
 IDS = np.asarray([[7, 300, 12, 9], [0, 5, 41, 8]])
 PADDING = np.asarray([0, 1])
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+@pytest.fixture(scope="module", params=sorted({*FAMILIES} - {*LINEAR}))
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelDirectory:
     shape = {"vocab_size": 515} if request.param == "llama" else {}
     directory = write_family(tmp_path_factory.mktemp("parts") / "model", request.param, **shape)
