@@ -45,7 +45,7 @@ from tests.support.paths import REFERENCE, ROOT
 from tests.support.written_family import write_family
 
 PRECISIONS = ("bf16", "int8", "nf4", "fp4", "int4")
-KEPT = ("kv_b_proj", "mlp.gate", "e_score_correction_bias", "shared_expert_gate", "embed_positions")
+KEPT = ("_conv", "kv_b_proj", "mlp.gate", "e_score_correction_bias", "shared_expert_gate", "embed_positions")
 """Names of the matrices of layers, and others, that stay in float32."""
 LIMIT = 1e-5
 """Limit of the largest difference, relative to the largest value."""

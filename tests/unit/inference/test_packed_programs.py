@@ -27,7 +27,7 @@ from llmsuite.inference.load import load_model
 from llmsuite.inference.predictor import Predictor
 from llmsuite.inference.verify import TOLERANCE, compare, compare_loop
 from llmsuite.plugins.cpu_kernels import kernels
-from tests.support.families import FAMILIES
+from tests.support.families import FAMILIES, LINEAR
 from tests.support.written_family import write_family
 
 PRECISIONS = ("bf16", "int8", "nf4", "fp4", "int4")
@@ -50,7 +50,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return model, place / "static"
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted({*FAMILIES} - {*LINEAR}))
 def test_the_program_is_the_live_model(family: str, tmp_path: Path) -> None:
     source = open_model(write_family(tmp_path / "model", family), FAMILIES)
     for precision in PRECISIONS if family in ("llama", "qwen_moe") else ("bf16",):
