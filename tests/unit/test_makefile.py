@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -78,3 +81,20 @@ def test_the_page_of_faults_names_what_is_run() -> None:
     tools, found = page.split("\nLast found, ")
     assert re.findall(r"^\| `(.+?)` \|", tools, re.MULTILINE) == run
     assert {*re.findall(r"^\| `(.+?)`", found, re.MULTILINE)} <= {*run}
+
+
+def test_a_newer_environment_leaves_the_model_of_the_demo(tmp_path: Path) -> None:
+    """`llmsuite import` refuses to replace it, so `make demo` would fail after an update."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    model = "models/smollm2-135m-instruct"
+
+    def commands() -> str:
+        words = ["make", "--dry-run", model]
+        return subprocess.run(words, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    assert "llmsuite import" in commands()
+    (tmp_path / model).mkdir(parents=True)
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / "demo").touch()  # newer than the model
+    assert "llmsuite import" not in commands()
