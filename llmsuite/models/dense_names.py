@@ -1,4 +1,4 @@
-"""Names and shapes of a described decoder's parameters, in each file format. Imports no Paddle.
+"""Names and shapes of a described decoder's parameters, in each file format. Imports neither Paddle nor NumPy.
 
 Our own names are those of HF's Llama, and of its DeepSeek for experts, which we stack as [E, inputs, outputs]. In
 memory a linear weight is [inputs, outputs], as Paddle has it.
@@ -9,9 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from llmsuite.models import gguf_names
 from llmsuite.models.decoder_config import DenseConfig
@@ -33,6 +31,9 @@ from llmsuite.models.decoder_names import (
 from llmsuite.models.head import SCORE
 from llmsuite.models.hf_tensors import HfTensors
 from llmsuite.models.shape_spec import GatedDelta, GatedMLP, GeluMLP, GroupedQuery, LayerSpec, MoE
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _LINEAR = ("_proj.weight", "_conv.weight", ".mlp.gate.weight", "_expert_gate.weight", "lm_head.weight", SCORE)
 _IGNORED = re.compile(r".*rotary_emb\.inv_freq")

@@ -1,12 +1,13 @@
-"""Mapping of a parameter to the tensors of an HF model. Imports no Paddle."""
+"""Mapping of a parameter to the tensors of an HF model. Imports neither Paddle nor NumPy."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 _Dim = TypeVar("_Dim")
 _CONVOLUTION = "conv1d.weight"

@@ -21,7 +21,9 @@ from tests.support.reward_case import completion
 
 SECRET = "s3cr3t"
 SECONDS = 0.4
-"""The deadline of readers here."""
+"""The deadline of readers of what does not end."""
+PATIENCE = 20.0
+"""The deadline of readers of what ends at once, on a machine that is busy."""
 _LONGEST = 20.0
 """Seconds after which a liar stops by itself: far behind the deadline."""
 _OK = b"HTTP/1.1 200 OK\r\n"
@@ -48,6 +50,8 @@ class Liar:
             pause: seconds in between.
             hold: whether the connection stays open, and silent, behind `first`.
         """
+        self.seconds = SECONDS if more or hold else PATIENCE
+        """The deadline of its readers."""
         self.asked: list[bytes] = []
         """What each request has begun with."""
         self._first = first
@@ -151,31 +155,31 @@ JSON_LIES: dict[str, bytes] = {
 """By name what is no answer in JSON that any reader asks for."""
 
 
-def rollout(kind: type[RolloutServer], url: str) -> Any:
+def rollout(kind: type[RolloutServer], url: str, seconds: float = PATIENCE) -> Any:
     """Completions of two prompts, two of each."""
-    server = kind(url, SECONDS, 0, threading.Event(), 512)
+    server = kind(url, seconds, 0, threading.Event(), 512)
     requests = [SampleRequest((1, 2), (3,)), SampleRequest((4,), (5,))]
     return server.sample(Version(7, Path("/x"), "d" * 64), requests, SamplingParams(2, 4, 1.0, 8), {2})
 
 
-def reward(url: str) -> Any:
+def reward(url: str, seconds: float) -> Any:
     """Scores of two completions."""
-    section = HttpSection(url=f"{url}/score?key={SECRET}", timeout=SECONDS, retries=0)
+    section = HttpSection(url=f"{url}/score?key={SECRET}", timeout=seconds, retries=0)
     return http(section)([completion("4"), completion("5", 1)])
 
 
-def data(url: str) -> Any:
-    """A file."""
+def data(url: str, seconds: float) -> Any:
+    """A file, within the deadline that all downloads have."""
     return remote.fetch(f"{url}/rows.jsonl?key={SECRET}", lambda text: None)
 
 
-READERS: dict[str, Callable[[str], Any]] = {
-    "llmsuite": lambda url: rollout(RolloutServer, url),
-    "vllm": lambda url: rollout(VllmServer, url),
+READERS: dict[str, Callable[[str, float], Any]] = {
+    "llmsuite": lambda url, seconds: rollout(RolloutServer, url, seconds),
+    "vllm": lambda url, seconds: rollout(VllmServer, url, seconds),
     "reward": reward,
     "data": data,
 }
-"""By name what asks a server. All raise UserError where its answer is no good."""
+"""By name what asks a server, with a deadline in seconds. All raise UserError where its answer is no good."""
 
 
 def answer(data: Any) -> Liar:

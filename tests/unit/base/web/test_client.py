@@ -10,7 +10,7 @@ import json
 import resource
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,9 @@ _MEMORY = 200
 
 @pytest.fixture(autouse=True)
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files have the deadline of the other readers, and a disk with little room."""
+    """Files have a disk with little room."""
     monkeypatch.setenv("LLMSUITE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("LLMSUITE_API_KEY", SECRET)
-    monkeypatch.setattr(client, "STALL_SECONDS", SECONDS)
     monkeypatch.setattr(remote, "_MAX_DISK_SHARE", 1e-4)
 
 
@@ -49,14 +48,25 @@ def other() -> Iterator[Liar]:
     found.close()
 
 
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Liar], str]:
+    """`refused(reader, server)` is the message of a reader, after it has refused an answer in time and without much
+    memory."""
+
+    def message(reader: str, server: Liar) -> str:
+        monkeypatch.setattr(client, "STALL_SECONDS", server.seconds)  # files have the deadline of the other readers
+        return _refused(reader, server)
+
+    return message
+
+
 def _refused(reader: str, server: Liar) -> str:
-    """The message of a reader, after it has refused an answer in time and without much memory."""
     began = time.monotonic()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(UserError) as raised:
-        READERS[reader](server.url)
+        READERS[reader](server.url, server.seconds)
     output = str(raised.value)
-    assert time.monotonic() - began < SECONDS + _SLACK
+    assert time.monotonic() - began < server.seconds + _SLACK
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < _MEMORY << 10
     assert server.url in output
     assert SECRET not in output + repr(raised.value.__cause__)
@@ -67,10 +77,10 @@ def _refused(reader: str, server: Liar) -> str:
 
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize("reader", READERS)
-def test_no_reader_follows_a_lie(reader: str, lie: str, other: Liar) -> None:
+def test_no_reader_follows_a_lie(reader: str, lie: str, other: Liar, refused: Callable[[str, Liar], str]) -> None:
     server = LIES[lie](other.url.replace("127.0.0.1", "localhost"))
     try:
-        output = _refused(reader, server)
+        output = refused(reader, server)
     finally:
         server.close()
     assert other.asked == []
@@ -82,10 +92,10 @@ def test_no_reader_follows_a_lie(reader: str, lie: str, other: Liar) -> None:
 
 @pytest.mark.parametrize("lie", JSON_LIES)
 @pytest.mark.parametrize("reader", ["llmsuite", "reward"])
-def test_no_reader_takes_other_json(reader: str, lie: str) -> None:
+def test_no_reader_takes_other_json(reader: str, lie: str, refused: Callable[[str, Liar], str]) -> None:
     server = answer(JSON_LIES[lie])
     try:
-        output = _refused(reader, server)
+        output = refused(reader, server)
         assert ("deep" in lie) == ("nested more than 64 deep" in output)
     finally:
         server.close()
