@@ -12,7 +12,7 @@ import itertools
 import os
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -421,18 +421,48 @@ def all_gather(part: Tensor, group: Any, dim: int = 0) -> Tensor:
     None has one member, whose part is the result."""
     if group is None:
         return part
-    # contiguous: the backends send the memory as it lies, and a transposed view would arrive in another order
-    part = part.contiguous()
     if dist.get_backend(group) == "GLOO":
         parts: list[Tensor] = []
         with calls.recorded("all_gather", part, group):
-            dist.all_gather(parts, part, group=group)
+            dist.all_gather(parts, part.contiguous(), group=group)
         return paddle.concat(parts, axis=dim)
+    return _joined(_gather_into_one(part, group, sync_op=True)[0], group.nranks, dim)
+
+
+def start_all_gather(part: Tensor, group: Any, dim: int = 0) -> Callable[[], Tensor]:
+    """Start an asynchronous `all_gather`; over Gloo it is done on return.
+
+    Returns:
+        A function that waits for the parts of the other ranks and returns the result. To be called once: until then it
+        keeps the memory that is sent.
+    """
+    if group is None or dist.get_backend(group) == "GLOO":
+        gathered = all_gather(part, group, dim)
+        return lambda: gathered
+    # asynchronous, so that a module computes while the parameters of the next one arrive
+    arriving, sent, task = _gather_into_one(part, group, sync_op=False)
+    pending = _AsyncCollective(task, "all_gather", sent, group)
+
+    def wait(sent: Tensor = sent) -> Tensor:
+        pending.wait()
+        return _joined(arriving, group.nranks, dim)
+
+    return wait
+
+
+def _gather_into_one(part: Tensor, group: Any, sync_op: bool) -> tuple[Tensor, Tensor, Any]:
+    """The parts of all ranks behind one another along dim 0, the part that is sent, and Paddle's task."""
+    # contiguous: the backends send the memory as it lies, and a transposed view would arrive in another order
+    part = part.contiguous()
     # into one tensor: to fill a list, Paddle copies what arrived three times
-    size = part.shape[0]
-    gathered = paddle.empty([group.nranks * size, *part.shape[1:]], dtype=part.dtype)
+    gathered = paddle.empty([group.nranks * part.shape[0], *part.shape[1:]], dtype=part.dtype)
     with calls.recorded("all_gather", part, group):
-        dist.all_gather(gathered, part, group=group)
+        task = dist.all_gather(gathered, part, group=group, sync_op=sync_op)
+    return gathered, part, task
+
+
+def _joined(gathered: Tensor, num_parts: int, dim: int) -> Tensor:
+    """Parts that lie behind one another along dim 0, concatenated along a dim."""
     if dim == 0:
         return gathered
-    return paddle.concat([gathered[i * size : (i + 1) * size] for i in range(group.nranks)], axis=dim)
+    return paddle.concat(gathered.chunk(num_parts), axis=dim)

@@ -117,7 +117,7 @@ def parallelize(model: Any, strategy: Strategy, read: ReadSlice | None) -> list[
         compile_layers(model, plan, mesh, between_layers(strategy.sequence_parallel))
     # 8. sharding stage 3 gathers parameters before each layer and frees them after it
     if strategy.sharding_stage == 3:
-        Zero3Hooks(model, plan, shards, strategy.is_tied)
+        Zero3Hooks(model, plan, shards, strategy.is_tied, ahead=strategy.overlap)
     if strategy.slices:
         hook_program_gathering(model, plan, strategy.is_tied)
     # 9. recompute, outermost: a layer that is computed again is gathered again

@@ -13,6 +13,7 @@ in the 16 bits of the parameter, as in PyTorch.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -112,6 +113,8 @@ class ParameterShard:
         """The gradient accumulated so far, in the dtype of `main_param`; where every pass reduces it, the padded shard
         of this rank."""
         self._is_held = False
+        self._arriving: Callable[[], Tensor] | None = None
+        """In stage 3: waits for the parameter that is being gathered, and returns its full local value."""
         if self.partition.is_stored_sharded:
             self._stored = shard
             self.free()
@@ -181,6 +184,7 @@ class ParameterShard:
     @paddle.no_grad()
     def write_back(self) -> None:
         """Copy the updated values into the model's parameter; in stage 3, into the shard it is gathered from."""
+        assert self._arriving is None, f"{self.name}: its old values are still being gathered"
         shard = self.main_param.detach()
         if self.has_master:
             shard = shard.astype(self.parameter.dtype)
@@ -192,11 +196,21 @@ class ParameterShard:
         elif self.has_master:
             self._local().copy_(shard, False)
 
-    @paddle.no_grad()
+    def start_gather(self) -> None:
+        """In stage 3: start to gather the parameter, unless it is gathered. Every rank of the sharding axis calls it,
+        and calls `gather` later."""
+        if self.partition.is_stored_sharded and self._arriving is None and not self.parameter._is_initialized():
+            with paddle.no_grad():  # as a decorator Paddle 3.3.1 keeps the mode before in one place for all threads
+                self._arriving = self._start_gathering(self._stored)
+
     def gather(self) -> None:
         """In stage 3: gather the parameter, unless it is gathered. Every rank of the sharding axis calls it."""
-        if self.partition.is_stored_sharded and not self.parameter._is_initialized():
-            full = self._gather_shards(self._stored)
+        self.start_gather()
+        if self._arriving is None:
+            return
+        with paddle.no_grad():
+            full = self._arriving()
+            self._arriving = None
             if self.parameter.is_dist():
                 full = dtensor_from_local(full, self._mesh.tensor, self.parameter.placements)
             # into the tensor that autograd has saved references to, so that a backward pass finds it filled again
@@ -204,6 +218,8 @@ class ParameterShard:
 
     def free(self) -> None:
         """In stage 3: free the gathered parameter."""
+        if self._arriving is not None:  # its memory is being written: nobody else may get it before that is over
+            self.gather()
         if self.partition.is_stored_sharded and not self._is_held:
             self.parameter.get_tensor()._clear()
 
@@ -413,11 +429,21 @@ class ParameterShard:
 
     def _gather_shards(self, shard: Tensor) -> Tensor:
         """The local value, gathered from the shards of all ranks of the sharding axis."""
+        return self._start_gathering(shard)()
+
+    def _start_gathering(self, shard: Tensor) -> Callable[[], Tensor]:
+        """Start to gather the shards of all ranks of the sharding axis. Returns a function that waits for them and
+        returns the local value."""
         # over the sharding axis, in whose order the flattened value is cut; padded, as all parts must have one size
-        flat = collective.all_gather(self._padded(shard), self._mesh.sharding_group)
-        if flat.shape[0] != self.partition.size:
-            flat = flat[: self.partition.size]
-        return flat.reshape(self.local_shape)
+        wait = collective.start_all_gather(self._padded(shard), self._mesh.sharding_group)
+
+        def gathered() -> Tensor:
+            flat = wait()
+            if flat.shape[0] != self.partition.size:
+                flat = flat[: self.partition.size]
+            return flat.reshape(self.local_shape)
+
+        return gathered
 
     def _padded(self, flat: Tensor, num_shards: int = 1) -> Tensor:
         """With zeros at the end, so that the shards of all ranks have one size."""

@@ -23,6 +23,7 @@ from llmsuite.parallel.partition import UPDATE_BYTES, UPDATE_CHUNK
 from llmsuite.parallel.program.lengths import longest_row
 from llmsuite.parallel.schedule import Action
 from llmsuite.parallel.timeline import orders, peak_held
+from llmsuite.parallel.zero3_units import gather_units, layer_ahead
 from llmsuite.planning import activations
 from llmsuite.planning.activations import ActivationSettings, MicroBatch
 from llmsuite.planning.head import head_kept_bytes, temporaries
@@ -302,7 +303,9 @@ def _memory_of_rank(
     largest = max(batches, key=lambda b: b.rows * b.length**2)
     of_first_part = kept[0, largest] if 0 in parts else 0.0
     buffers = _buffers(layout, shape_spec, stage, held, largest, settings, of_first_part)
-    buffers += _in_buckets(layout.buckets(mesh), backend.overlaps_communication, len(batches) > 2)
+    overlaps = backend.overlaps_communication
+    buffers += max(_gathered(layout, [h for h in held if h.part == part], overlaps) for part in parts)
+    buffers += _in_buckets(layout.buckets(mesh), overlaps, len(batches) > 2)
     masters = float(sum(h.master_bytes for h in held))
     moments = float(sum(h.moment_bytes(train) for h in held))
     lengths = [batch.length for batch in batches]
@@ -448,7 +451,7 @@ def _buffers(
     # of a stack, one matrix at a time
     sizes = (h.num_values / (h.local_shape[0] if h.is_expert else 1) for h in held if h.is_codes)
     dequantised = DEQUANTISE_BYTES * max(sizes, default=0.0)
-    return max(head, embedding, in_mlp, in_attention, forward, 0.0) + _gathered(held) + dequantised
+    return max(head, embedding, in_mlp, in_attention, forward, 0.0) + dequantised
 
 
 def _in_buckets(buckets: Iterable[Sequence[LocalParameter]], overlaps: bool, adds_up: bool) -> float:
@@ -483,11 +486,14 @@ def _accumulated(held: Iterable[LocalParameter]) -> float:
     return max((h.size * (h.num_bytes + 4 * h.has_master) for h in held if h.has_gradient), default=0)
 
 
-def _gathered(held: Sequence[LocalParameter]) -> float:
-    """Bytes that sharding stage 3 gathers together: the largest layer, or the largest module outside of the layers."""
-    sizes: dict[object, float] = {}
-    for h in held:
-        if h.is_stored_sharded:
-            unit = h.layer if h.layer is not None else h.name
-            sizes[unit] = sizes.get(unit, 0.0) + h.size * h.num_bytes
-    return max(sizes.values(), default=0.0)
+def _gathered(layout: Layout, held: Sequence[LocalParameter], overlaps: bool) -> float:
+    """Bytes that sharding stage 3 gathers together, of a part of the model: those of a module, and where the device
+    overlaps both, of the layer that arrives while it computes."""
+    sizes = {h.name: float(h.size * h.num_bytes) for h in held if h.is_stored_sharded}
+    units = gather_units(layout.shard_plan, [h.name for h in held], layout.tied)
+    most = 0.0
+    for i, unit in enumerate(units):
+        ahead = layer_ahead(units, i) if overlaps else None
+        names = (*unit.parameters, *ahead.parameters) if ahead else unit.parameters
+        most = max(most, sum(sizes.get(name, 0.0) for name in names))
+    return most

@@ -76,7 +76,7 @@ def _of_standin(name: str) -> Callable[[], None]:
 
 
 _ALSO = (
-    *("sums", "scattered_sums", "channels", "transposed", "tensor_parallel"),
+    *("sums", "scattered_sums", "gathered", "channels", "transposed", "tensor_parallel"),
     *("documents", "sequence_parallel", "adapters", "experts"),
 )
 CHECKS: dict[str, Callable[[], None]] = {"messages": messages, **{name: _of_standin(name) for name in _ALSO}}

@@ -73,7 +73,7 @@ def main(directory: str, num_frozen: str) -> int:
         last_norm="none",
         problems=lambda config, tp: iter(()),
     )
-    Zero3Hooks(model, plan, shards, is_tied=False)
+    Zero3Hooks(model, plan, shards, is_tied=False, ahead=False)
     hook_program_gathering(model, plan, is_tied=False)
     trained = shards[int(num_frozen) :]
     optimizer = ProgramOptimizer(trained, ADAMW, 4, ZeroGroup(2, mesh.data_rank, mesh.data_group))

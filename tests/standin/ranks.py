@@ -9,6 +9,7 @@ a while.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -182,7 +183,8 @@ def busy() -> None:
     mesh = collective.start(Degrees(1, 2, 1, 1))
     log = Path(os.environ[calls.ENVIRONMENT]) / f"{mesh.rank}.calls"
     late = 1.0
-    for begin, tensor in ((collective.start_all_reduce, paddle.ones([4])), (_begin_scatter, paddle.ones([4]))):
+    for begin in (collective.start_all_reduce, _begin_scatter, _begin_gather):
+        tensor = paddle.ones([4])
         collective.barrier()
         if mesh.rank == 1:
             time.sleep(late)
@@ -201,6 +203,39 @@ def _begin_scatter(tensor: Any, group: Any) -> Any:
     from llmsuite.parallel import collective
 
     return collective.start_reduce_scatter(tensor, group)[1]
+
+
+def _begin_gather(tensor: Any, group: Any) -> Any:
+    from llmsuite.parallel import collective
+
+    return types.SimpleNamespace(wait=collective.start_all_gather(tensor, group))
+
+
+def gathered() -> None:
+    """A parameter of stage 3 arrives while the rank computes, and has arrived before it is freed."""
+    import paddle
+    from paddle.base.framework import EagerParamBase
+
+    from llmsuite.contract.schema.degrees import Degrees
+    from llmsuite.parallel import collective
+    from llmsuite.parallel.sharding import ParameterShard
+
+    mesh = collective.start(Degrees(1, 1, 2, 1))
+    values = np.arange(24, dtype="float32").reshape(6, 4)
+    parameter = EagerParamBase(shape=[6, 4], dtype="float32", name="gathered")
+    parameter._set_impl(paddle.to_tensor(values))
+    shard = ParameterShard("gathered", parameter, mesh, None, 3)
+    shard.start_gather()
+    product = paddle.ones([64, 64]) @ paddle.ones([64, 64])
+    shard.gather()
+    found = (parameter * 2).numpy()
+    shard.free()
+    shard.start_gather()
+    shard.free()
+    again = paddle.full([6, 4], 7.0) + product[:6, :4]  # may get the memory
+    # after the last call: a rank that stops earlier would leave the other one waiting
+    assert np.array_equal(found, 2 * values), found
+    assert np.array_equal(again.numpy(), np.full([6, 4], 71.0, "float32")), again
 
 
 def transposed() -> None:
@@ -280,6 +315,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         channels,
         sums,
         scattered_sums,
+        gathered,
         busy,
         transposed,
         tensor_parallel,

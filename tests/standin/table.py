@@ -160,6 +160,8 @@ OF_RANKS: tuple[Removal, ...] = (
         "parallel/collective.py",
         ('_AsyncCollective(task, "all_reduce", tensor, group)', "task", "busy"),
         ('part, _AsyncCollective(task, "reduce_scatter", flat, group)', "part, task", "busy"),
+        ('_AsyncCollective(task, "all_gather", sent, group)', "task", "busy"),
+        ("        pending.wait()", "        pass", "gathered"),
         ("    part = part.contiguous()", "    pass", "transposed"),
         ("if value is None else value.contiguous()", "if value is None else value", "transposed"),
     ),

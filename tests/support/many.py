@@ -150,14 +150,17 @@ def _distributed(table: Table, backend: str) -> types.SimpleNamespace:
         tensor.copy_(paddle.to_tensor(found), True)
         return None
 
-    def all_gather(parts: Any, part: Any, group: Group | None = None) -> None:
+    def all_gather(parts: Any, part: Any, group: Group | None = None, sync_op: bool = True) -> Arrival | None:
         gathered = table.exchange(part.clone(), group)
         assert len({tuple(value.shape) for value in gathered}) == 1, "as Paddle wants it"
         if isinstance(parts, list):
             parts += [value.clone() for value in gathered]
-        else:
-            assert backend != "GLOO"
-            parts.copy_(paddle.concat(gathered), True)
+            return None
+        assert backend != "GLOO"
+        if not sync_op:
+            return Arrival(parts, paddle.concat(gathered).numpy())
+        parts.copy_(paddle.concat(gathered), True)
+        return None
 
     def reduce_scatter(part: Any, tensor: Any, group: Group, sync_op: bool = True) -> Arrival:
         assert tensor.shape[0] == group.nranks * part.shape[0]

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -92,10 +92,10 @@ class SlicedShard(ParameterShard):
         """This rank's slice of a tensor that is already split over tp."""
         return np.ascontiguousarray(self._own_part(local))
 
-    def _gather_shards(self, shard: Tensor) -> Tensor:
+    def _start_gathering(self, shard: Tensor) -> Callable[[], Tensor]:
         assert self.dim is not None
         # over the sharding axis, along the dim of the slices, and in the order of the ranks: so the parts are in order
-        return collective.all_gather(shard, self._mesh.sharding_group, self.dim)
+        return collective.start_all_gather(shard, self._mesh.sharding_group, self.dim)
 
 
 @contextlib.contextmanager

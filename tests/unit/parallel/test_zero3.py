@@ -36,38 +36,40 @@ class Watched(ParameterShard):
         self.counts = counts
         super().__init__(*arguments)
 
-    def gather(self) -> None:
-        if not self.parameter._is_initialized():
+    def start_gather(self) -> None:
+        if not self.parameter._is_initialized() and self._arriving is None:
             self.counts[self.name] += 1
             self.counts["now"] += self.parameter.size
             self.counts["peak"] = max(self.counts["peak"], self.counts["now"])
-        super().gather()
+        super().start_gather()
 
     def free(self) -> None:
-        if hasattr(self, "_stored") and self.parameter._is_initialized():
+        if hasattr(self, "_arriving") and (self.parameter._is_initialized() or self._arriving):
             self.counts["now"] -= self.parameter.size
         super().free()
 
 
-def cut_model(config: Any, mesh: Mesh) -> tuple[Any, list[Watched], collections.Counter[str]]:
+def cut_model(config: Any, mesh: Mesh, ahead: bool) -> tuple[Any, list[Watched], collections.Counter[str]]:
     counts: collections.Counter[str] = collections.Counter()
     model = tiny_llama.model(config)
     shards = [Watched(n, p, mesh, None, 3, counts=counts) for n, p in model.named_parameters()]
-    Zero3Hooks(model, PLAN, shards, config.tie_word_embeddings)
+    Zero3Hooks(model, PLAN, shards, config.tie_word_embeddings, ahead)
     counts.clear()
     return model, shards, counts
 
 
-def largest_unit(config: Any) -> int:
-    """Elements of a decoder layer, or of the embedding."""
+def largest_units(config: Any, ahead: bool) -> int:
+    """Elements that are gathered at once: of a decoder layer, with `ahead` two of them, or of the embedding."""
     layer = sum(v.size for n, v in tiny_llama.values(config).items() if n.startswith("model.layers.0."))
-    return max(layer, config.vocab_size * config.hidden_size)
+    table = config.vocab_size * config.hidden_size
+    return max((1 + ahead) * layer, table)
 
 
+@pytest.mark.parametrize(("ahead", "backend"), [(False, "GLOO"), (True, "GLOO"), (True, "NCCL")])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_a_model_in_parts_computes_what_it_computes_whole(config: Any) -> None:
+def test_a_model_in_parts_computes_what_it_computes_whole(config: Any, ahead: bool, backend: str) -> None:
     def work(mesh: Mesh) -> tuple[list[float], dict[str, np.ndarray]]:
-        model, shards, counts = cut_model(config, mesh)
+        model, shards, counts = cut_model(config, mesh, ahead)
         with paddle.no_grad():
             losses = [float(loss_of(model, mesh.rank))]
         assert counts["now"] == 0, "what an evaluation has gathered is freed"
@@ -82,7 +84,7 @@ def test_a_model_in_parts_computes_what_it_computes_whole(config: Any) -> None:
             assert counts["now"] == 0, "and after it"
             assert all(shard.parameter.grad is None for shard in shards)
             losses.append(float(total))
-        assert counts["peak"] == largest_unit(config), "one layer at a time"
+        assert counts["peak"] == largest_units(config, ahead), "one layer at a time, or two"
         # once forward and once backward, of each micro-batch
         assert counts["model.layers.0.mlp.up_proj.weight"] == counts["model.norm.weight"] == 4
         own = {shard.name: shard.finish_gradient() for shard in shards}
@@ -91,7 +93,7 @@ def test_a_model_in_parts_computes_what_it_computes_whole(config: Any) -> None:
         }
         return losses, {name: value.numpy() for name, value in whole.items()}
 
-    found = many.run(DEGREES, work)
+    found = many.run(DEGREES, work, backend)
     model = tiny_llama.model(config)
     for rank, (losses, _) in enumerate(found):
         total = loss_of(model, rank)
@@ -102,16 +104,19 @@ def test_a_model_in_parts_computes_what_it_computes_whole(config: Any) -> None:
             np.testing.assert_allclose(gradients[name], 2 * parameter.grad.numpy(), rtol=1e-5, atol=1e-5, err_msg=name)
 
 
-def test_a_layer_that_is_computed_again_is_gathered_once_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ahead", [False, True], ids=["alone", "ahead"])
+def test_a_layer_that_is_computed_again_is_gathered_once_for_it(monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
     """On one rank, whose neighbour has the same part: Paddle's recompute is not for threads."""
-    monkeypatch.setattr(collective, "all_gather", lambda part, group, dim=0: paddle.concat([part, part], axis=dim))
+    monkeypatch.setattr(
+        collective, "start_all_gather", lambda part, group, dim=0: lambda: paddle.concat([part, part], axis=dim)
+    )
     monkeypatch.setattr(
         collective, "start_reduce_scatter", lambda flat, group: (flat[: flat.shape[0] // 2].clone(), None)
     )
     monkeypatch.setattr(Mesh, "group", lambda self, kind: None)
     results = []
     for recompute in (False, True):
-        model, shards, counts = cut_model(tiny_llama.CONFIG, Mesh(DEGREES, 0))
+        model, shards, counts = cut_model(tiny_llama.CONFIG, Mesh(DEGREES, 0), ahead)
         if recompute:
             recompute_layers(model, PLAN, every=1)
         model.train()
@@ -119,7 +124,7 @@ def test_a_layer_that_is_computed_again_is_gathered_once_for_it(monkeypatch: pyt
         assert counts["now"] == 0
         total.backward()
         assert counts["now"] == 0
-        assert counts["peak"] == largest_unit(tiny_llama.CONFIG)
+        assert counts["peak"] == largest_units(tiny_llama.CONFIG, ahead)
         assert {counts[f"model.layers.{i}.mlp.up_proj.weight"] for i in range(2)} == {2}
         results.append([float(total), *(shard._sum.numpy() for shard in shards)])
     for plain, again in zip(*results):
@@ -132,6 +137,6 @@ def test_a_parameter_in_no_module_of_the_plan_is_our_bug() -> None:
         model.bias = model.create_parameter([3])
         shards = [ParameterShard(n, p, mesh, None, 3) for n, p in model.named_parameters()]
         with pytest.raises(AssertionError, match=r"no module for \['bias'\]"):
-            Zero3Hooks(model, PLAN, shards, is_tied=False)
+            Zero3Hooks(model, PLAN, shards, is_tied=False, ahead=False)
 
     many.run(DEGREES, work)
