@@ -235,7 +235,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             asked = json.loads(body)
             name = f"{asked.get('organization') or 'me'}/{asked['name']}"
             exists = name in self.hub.models
-            self.hub.models.setdefault(name, Repository({}, private=bool(asked.get("private"))))
+            is_private = bool(asked.get("private")) or asked.get("visibility") == "private"  # from 1.0 on
+            self.hub.models.setdefault(name, Repository({}, private=is_private))
             self._send(409 if exists else 200, json.dumps({"url": f"{self.hub.url}/{name}"}).encode())
         elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/preupload/(.+)", path):
             files = json.loads(body)["files"]

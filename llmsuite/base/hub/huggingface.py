@@ -151,8 +151,9 @@ def _file(sibling: Any) -> RemoteFile:
 
 
 def _connection_errors() -> tuple[type[BaseException], ...]:
-    """The exceptions of a broken connection: huggingface_hub uses `httpx` since version 1, before that `requests`."""
-    found: list[type[BaseException]] = []
+    """The exceptions of a broken connection: huggingface_hub uses `httpx` since version 1, before that `requests`;
+    its Xet storage has Python's own."""
+    found: list[type[BaseException]] = [ConnectionError]
     with contextlib.suppress(ImportError):
         import requests
 

@@ -181,9 +181,11 @@ def missing_by_content(directory: Path, want: Want, path: str = "") -> list[str]
 
 
 def matches_digest(path: Path, file: RemoteFile) -> bool:
-    """True where a file has the digest on its hub, or at least the size where the digest is unknown."""
+    """True where a file has the size and the digest on its hub, as far as they are known."""
+    if file.size is not None and path.stat().st_size != file.size:
+        return False
     if file.digest is None:
-        return file.size is None or path.stat().st_size == file.size
+        return True
     kind, _, expected = file.digest.partition(":")
     return (sha256_of(path) if kind == "sha256" else git_digest(path)) == expected
 

@@ -80,11 +80,15 @@ def push(directory: Path, name: HubName, private: bool, message: str, report: Re
             text = f"{name}: {endpoint()} does not let this token write there: {reason(error)}; {login}"
             raise UserError(text) from error
         if is_broken_connection(error):
-            text = (
-                f"{name}: {endpoint()} cannot be reached ({reason(error)}); files that have arrived are not sent again"
-            )
-            raise UserError(text) from error
+            text = f"{name}: {endpoint()} cannot be reached ({reason(error)})"
+            raise UserError(f"{text}; files that have arrived are not sent again{_without_xet(error)}") from error
         if isinstance(error, HFValidationError) or status_of(error) is not None:
             raise UserError(f"{name}: {endpoint()} does not accept it: {reason(error)}") from error
         raise
     return name.at("hf", commit.oid)
+
+
+def _without_xet(error: Exception) -> str:
+    """What helps where huggingface_hub from 1.0 on finds no Xet storage, which mirrors do not have: it does not go on
+    without it by itself."""
+    return "; if it has no Xet storage, set HF_HUB_DISABLE_XET=1" if "xet" in str(error) else ""

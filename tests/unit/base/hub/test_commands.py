@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import HfApi, constants
 
 from llmsuite.base.cache import isolated_cache
 from llmsuite.base.files import read_json_file
@@ -203,6 +203,20 @@ def test_the_tokens_are_written_nowhere(
     assert written == []
 
 
+def test_a_hub_without_xet_storage_is_named(
+    hub: HubServer, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def upload_folder(self: Any, **arguments: Any) -> None:
+        raise ConnectionError(f"Network error: 404 Not Found, {hub.url}/api/models/me/tuned/xet-write-token/main")
+
+    monkeypatch.setenv("HF_TOKEN", "allowed")
+    monkeypatch.setattr(HfApi, "upload_folder", upload_folder)  # as huggingface_hub 1.33 does
+    assert main(["push", str(model), "hf:me/tuned"]) == 2
+    output = capsys.readouterr().err
+    assert f"{hub.url} cannot be reached (Network error: 404 Not Found" in output
+    assert "if it has no Xet storage, set HF_HUB_DISABLE_XET=1" in output
+
+
 def test_a_model_is_pushed(
     hub: HubServer, model: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -219,7 +233,9 @@ def test_a_model_is_pushed(
     assert f"hf:me/tuned--once: {hub.url} does not accept it: Cannot have -- or .. in" in capsys.readouterr().err
     monkeypatch.setenv("HF_TOKEN", "allowed")
     with monkeypatch.context() as patch:
-        patch.setattr(constants, "ENDPOINT", hub.url)  # the library takes the environment of its import
+        # the library takes the environment of its import
+        patch.setattr(constants, "ENDPOINT", hub.url)
+        patch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # which the hub of the test does not have
         assert main(["push", "runs/hub", "hf:me/tuned", "--private"]) == 0
     repo = hub.models["me/tuned"]
     assert f"pushed runs/hub/checkpoints/step-2: hf:me/tuned@{repo.commit}" in capsys.readouterr().out
