@@ -303,7 +303,7 @@ def llmsuite_register_models() -> list[ModelFamily]:
         _dense("minimax", "Minimax", "MiniMax-M2", ("minimax_m2",)),
         _dense("glm_moe", "GlmMoe", "GLM-4.5, GLM-4.6", ("glm4_moe",)),
         _dense("ernie_moe", "ErnieMoe", "ERNIE-4.5 with experts", ("ernie4_5_moe",)),
-        _family("gpt", "GPT", "GPT-2, GPT-3", ("gpt2", "gpt")),
+        _dense("gpt", "GPT", "GPT-2, GPT-3", ("gpt2", "gpt")),
         _family("deepseek", "DeepSeek", "DeepSeek-V2, V2-Lite, V3; Kimi K2", ("deepseek_v2", "deepseek_v3", "kimi_k2")),
     ]
 

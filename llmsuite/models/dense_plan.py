@@ -11,30 +11,29 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
-from llmsuite.models.decoder_config import DenseConfig
-from llmsuite.models.shape_spec import GatedDelta
+from llmsuite.models.decoder_config import DecoderConfig
+from llmsuite.models.protocols import HasGroupedHeads
+from llmsuite.models.shape_spec import GatedDelta, MoE
 from llmsuite.models.shard_plan import ShardPlan, indivisible
 
 
-def _problems(config: DenseConfig, tp: int) -> Iterator[str]:
+def _problems(config: DecoderConfig, tp: int) -> Iterator[str]:
     if tp > 1 and config.uncut is not None:
         yield f"is {tp}; {config.uncut}"
         return
-    sizes = {
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "intermediate_size": config.intermediate_size,
-        **delta_sizes(config),
-    }
-    yield from indivisible(sizes, tp)
-
-
-def delta_sizes(config: DenseConfig) -> dict[str, int]:
-    """The numbers of heads of linear attention, by field; none for a model without it."""
+    sizes = {"num_attention_heads": config.num_attention_heads}
+    if isinstance(config, HasGroupedHeads):
+        sizes["num_key_value_heads"] = config.num_key_value_heads
+    if config.experts_key is not None:
+        sizes[config.experts_key] = config.num_routed_experts
     for layer in config.shape_spec().layers:
+        if not isinstance(layer.mlp, MoE):
+            sizes["intermediate_size"] = layer.mlp.width
+        elif layer.mlp.shared_width:
+            sizes[config.shared_key] = layer.mlp.shared_width
         if isinstance(layer.attention, GatedDelta):
-            return {"linear_num_key_heads": layer.attention.key_heads}
-    return {}
+            sizes["linear_num_key_heads"] = layer.attention.key_heads
+    yield from indivisible(sizes, tp)
 
 
 PLAN = ShardPlan(
@@ -53,7 +52,7 @@ PLAN = ShardPlan(
     embedding="model.embed_tokens",
     tp_regions=("model.layers.*.self_attn", "model.layers.*.mlp"),
     layers="model.layers",
-    first=("model.embed_tokens",),
+    first=("model.embed_tokens", "model.embed_positions"),
     last=("model.norm", "lm_head", "score"),
     last_norm="model.norm",
     problems=_problems,

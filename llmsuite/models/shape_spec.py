@@ -1,7 +1,7 @@
 """The description of a decoder: the sizes of its parts, and the choices in which architectures differ.
 
 `llmsuite plan` derives from it the FLOPs, memory and messages of each layer. For a dense decoder
-(`decoder_config.DenseConfig.shape_spec`) it is all there is: `models.dense` builds the layers from it, and
+(`decoder_config.DecoderConfig.shape_spec`) it is all there is: `models.dense` builds the layers from it, and
 `dense_names` the names of the parameters. Imports no Paddle.
 """
 
@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedQuery:
-    """Grouped-query attention: `blocks.Attention` and `dense.DenseAttention`; without `rotary`, also GPT's."""
+    """Grouped-query attention: `blocks.Attention` and `dense.DenseAttention`."""
 
     heads: int
     kv_heads: int
@@ -22,7 +22,7 @@ class GroupedQuery:
     rotary: bool = True
     """False where queries and keys are not rotated: attention without positions."""
     rotation: int = 0
-    """Index of the rotary table among those of the config (`RotaryConfig.rotations`)."""
+    """Index of the rotary table among those of the config (`DecoderConfig.rotations`)."""
     rotary_size: int | None = None
     """Number of the first elements of a head that are rotated; None for all."""
     interleaved: bool = False

@@ -20,7 +20,7 @@ from llmsuite.models.deepseek.config import DeepSeekConfig
 from llmsuite.models.deepseek.shape_spec import mixture_spec
 from llmsuite.models.exact import has_hooks
 from llmsuite.models.linear import is_matrix, is_plain_linear
-from llmsuite.models.moe import LayerWithoutExperts, MoELayer, MoELM, MTPLayer
+from llmsuite.models.moe import MoELayer, MoELM, MTPLayer
 from llmsuite.models.mtp import num_layers
 from llmsuite.models.sparse import make_mixture
 
@@ -140,7 +140,7 @@ def _layer(config: DeepSeekConfig, ops: Ops, number: int) -> DecoderLayer:
     """Latent attention, and experts or a gated MLP."""
     around = _norm(config, ops), Attention(config, ops), _norm(config, ops)
     if not config.has_experts(number):
-        return LayerWithoutExperts(*around, GatedMLP(config.hidden_size, config.intermediate_size, ops))
+        return DecoderLayer(*around, GatedMLP(config.hidden_size, config.intermediate_size, ops))
     mixture = make_mixture(config.hidden_size, ops, mixture_spec(config))
     if number >= config.num_hidden_layers:
         return MTPLayer(*around, mixture, config.hidden_size, lambda: _norm(config, ops))

@@ -20,6 +20,7 @@ from llmsuite.models.decoder_names import (
     mtp_shapes,
 )
 from llmsuite.models.deepseek.config import DeepSeekConfig
+from llmsuite.models.deepseek.shape_spec import shape_spec
 from llmsuite.models.head import SCORE
 from llmsuite.models.hf_tensors import HfTensors
 
@@ -65,7 +66,7 @@ def parameter_shapes(config: DeepSeekConfig) -> Shapes:
         mtp = mtp_shapes(hidden) if number >= config.num_hidden_layers else {}
         return decoder_layer(number) | mtp
 
-    return decoder_shapes(config, layer)
+    return decoder_shapes(config, shape_spec(config), layer)
 
 
 def is_linear(name: str) -> bool:

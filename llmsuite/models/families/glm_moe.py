@@ -33,7 +33,7 @@ class GlmMoeConfig(PartlyRotatedConfig):
     family: ClassVar[str] = "glm_moe"
     network: ClassVar[str] = "llmsuite.models.sparse:SparseLM"
     experts_key: ClassVar[str] = "n_routed_experts"
-    stores_mtp: ClassVar[bool] = True
+    names: ClassVar[str] = "llmsuite.models.dense_names:MTP_NAMES"
     architectures: ClassVar[Mapping[str, str]] = {"glm4_moe": "Glm4MoeForCausalLM"}
     fixed: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu", "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
