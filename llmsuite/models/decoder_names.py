@@ -13,7 +13,7 @@ from typing import Any
 from llmsuite.models.head import head_shapes, is_tied
 from llmsuite.models.hf_tensors import HfTensors
 from llmsuite.models.mtp import num_layers, num_mtp_layers
-from llmsuite.models.shape_spec import GatedDelta, GroupedQuery, ShapeSpec
+from llmsuite.models.shape_spec import GatedDelta, GroupedQuery, Latent, ShapeSpec
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -45,16 +45,6 @@ def norm_shapes(size: int, kind: str) -> Shapes:
     return shapes | {"bias": (size,)} if kind == "layer" else shapes
 
 
-def layer_shapes(hidden: int, attention: Shapes, mlp: Shapes) -> Shapes:
-    """The parameters of `blocks.DecoderLayer`."""
-    return {
-        "input_layernorm.weight": (hidden,),
-        **{f"self_attn.{part}": shape for part, shape in attention.items()},
-        "post_attention_layernorm.weight": (hidden,),
-        **{f"mlp.{part}": shape for part, shape in mlp.items()},
-    }
-
-
 def attention_shapes(hidden: int, what: GroupedQuery) -> Shapes:
     """The parameters of `blocks.Attention` and `dense.DenseAttention`."""
     queries = what.heads * what.head_size
@@ -67,6 +57,21 @@ def attention_shapes(hidden: int, what: GroupedQuery) -> Shapes:
         return shapes
     sizes = (queries, keys) if what.normed == "whole" else (what.head_size, what.head_size)
     return shapes | {f"{part}_norm.weight": (size,) for part, size in zip("qk", sizes)}
+
+
+def latent_shapes(hidden: int, what: Latent) -> Shapes:
+    """The parameters of `latent_attention.LatentAttention`."""
+    width = what.heads * (what.nope + what.rope)
+    if what.q_rank is None:
+        shapes = _matrix("q_proj", hidden, width, bias=False)
+    else:
+        shapes = _matrix("q_a_proj", hidden, what.q_rank, bias=False)
+        shapes["q_a_layernorm.weight"] = (what.q_rank,)
+        shapes |= _matrix("q_b_proj", what.q_rank, width, bias=False)
+    shapes |= _matrix("kv_a_proj_with_mqa", hidden, what.kv_rank + what.rope, bias=False)
+    shapes["kv_a_layernorm.weight"] = (what.kv_rank,)
+    shapes |= _matrix("kv_b_proj", what.kv_rank, what.heads * (what.nope + what.value), bias=False)
+    return shapes | _matrix("o_proj", what.heads * what.value, hidden, bias=False)
 
 
 def gelu_mlp_shapes(hidden: int, width: int, bias: bool) -> Shapes:

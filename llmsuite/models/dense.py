@@ -37,8 +37,9 @@ from llmsuite.models.blocks import (
 from llmsuite.models.decoder_config import DecoderConfig
 from llmsuite.models.gated_delta import GatedDeltaAttention
 from llmsuite.models.head import head_of
+from llmsuite.models.latent_attention import LatentAttention
 from llmsuite.models.rotation import positions
-from llmsuite.models.shape_spec import GatedDelta, GroupedQuery, LayerSpec, Norm
+from llmsuite.models.shape_spec import GatedDelta, GroupedQuery, Latent, LayerSpec, Norm, input_kind
 from llmsuite.models.shape_spec import GatedMLP as GatedMLPSpec
 from llmsuite.models.shape_spec import GeluMLP as GeluMLPSpec
 
@@ -219,8 +220,8 @@ class DenseLM(RotaryLM):
         layers = [_make_layer(config, ops, layer, kinds, spec.has_states) for layer in spec.layers]
         norm = make_norm(spec.norm, config.hidden_size, config.norm_eps, ops)
         growth = {layer.attention.growth for layer in spec.layers if isinstance(layer.attention, GroupedQuery)}
-        super().__init__(config, ops, layers, norm, kinds, growth.pop(), spec.has_states)
-        assert not growth, "the queries of all layers grow alike"
+        assert len(growth) < 2, "the queries of all layers grow alike"
+        super().__init__(config, ops, layers, norm, kinds, next(iter(growth), None), spec.has_states)
         assert self._growth is None or not spec.has_states, "inputs of queries that grow, and of linear attention"
 
 
@@ -301,12 +302,15 @@ def make_norm(kind: Norm, size: int, eps: float, ops: Ops) -> nn.Layer:
     return OffsetRMSNorm(size, eps, ops) if kind == "offset_rms" else RMSNorm(size, eps, ops)
 
 
-def make_attention(config: DecoderConfig, ops: Ops, spec: LayerSpec) -> Attention | GatedDeltaAttention:
+def make_attention(
+    config: DecoderConfig, ops: Ops, spec: LayerSpec
+) -> Attention | LatentAttention | GatedDeltaAttention:
     """The attention of a layer."""
     what = spec.attention
     if isinstance(what, GatedDelta):
         return GatedDeltaAttention(config.hidden_size, config.norm_eps, ops, what)
-    assert isinstance(what, GroupedQuery)
+    if isinstance(what, Latent):
+        return LatentAttention(config.hidden_size, ops, what)
     if what.is_plain and not (what.normed and spec.norm == "offset_rms"):
         return Attention(config.hidden_size, config.norm_eps, ops, what)
     return DenseAttention(config, ops, what, spec.norm)
@@ -317,8 +321,7 @@ def kind_of(spec: LayerSpec, kinds: Sequence[tuple[int, int | None]]) -> int:
     what = spec.attention
     if isinstance(what, GatedDelta):
         return len(kinds)
-    assert isinstance(what, GroupedQuery)
-    return kinds.index((what.rotation, what.window))
+    return kinds.index(input_kind(what))
 
 
 def make_mlp(config: DecoderConfig, ops: Ops, spec: LayerSpec) -> GatedMLP | GeluMLP:

@@ -23,19 +23,23 @@ from llmsuite.models.decoder_names import (
     expert_tensors,
     gelu_mlp_shapes,
     is_of_untrained_mtp,
+    latent_shapes,
     mlp_shapes,
     mtp_copies,
     mtp_shapes,
     norm_shapes,
 )
-from llmsuite.models.head import SCORE
+from llmsuite.models.head import OUTPUT, SCORE
 from llmsuite.models.hf_tensors import HfTensors
-from llmsuite.models.shape_spec import GatedDelta, GatedMLP, GeluMLP, GroupedQuery, LayerSpec, MoE
+from llmsuite.models.shape_spec import GatedDelta, GatedMLP, GeluMLP, GroupedQuery, Latent, LayerSpec, MoE
 
 if TYPE_CHECKING:
     import numpy as np
 
-_LINEAR = ("_proj.weight", "_conv.weight", ".mlp.gate.weight", "_expert_gate.weight", "lm_head.weight", SCORE)
+_LINEAR = (
+    *("_proj.weight", "_proj_with_mqa.weight", "_conv.weight", ".mlp.gate.weight", "_expert_gate.weight"),
+    *(OUTPUT, SCORE),
+)
 _IGNORED = re.compile(r".*rotary_emb\.inv_freq")
 _LAYER = re.compile(r"model\.layers\.(?P<number>\d+)\.(?P<part>(?P<module>.+)\.(?P<kind>\w+))")
 
@@ -159,9 +163,11 @@ def _layer_shapes(hidden: int, layer: LayerSpec) -> Shapes:
 
 
 def _attention_shapes(hidden: int, attention: Any) -> Shapes:
-    """The parameters of grouped-query or linear attention."""
+    """The parameters of grouped-query, latent or linear attention."""
     if isinstance(attention, GatedDelta):
         return delta_shapes(hidden, attention)
+    if isinstance(attention, Latent):
+        return latent_shapes(hidden, attention)
     assert isinstance(attention, GroupedQuery)
     return attention_shapes(hidden, attention)
 

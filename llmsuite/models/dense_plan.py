@@ -2,7 +2,8 @@
 
 Column-parallel matrices [inputs, outputs] are sharded along their outputs, row-parallel ones along their inputs
 (Shoeybi et al. 2019, arXiv 1909.08053), the embedding along the vocabulary. The bias of a column-parallel matrix is
-sharded with it; that of a row-parallel one is replicated.
+sharded with it; that of a row-parallel one is replicated. Of latent attention, heads are sharded; compressed queries,
+keys and values are replicated.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ PLAN = ShardPlan(
         ("model.layers.*.self_attn.[qkv]_proj.weight", 1),
         ("model.layers.*.self_attn.[qkv]_proj.bias", 0),
         ("model.layers.*.self_attn.o_proj.weight", 0),
+        ("model.layers.*.self_attn.q_b_proj.weight", 1),
+        ("model.layers.*.self_attn.kv_b_proj.weight", 1),
         ("model.layers.*.mlp.gate_proj.weight", 1),
         ("model.layers.*.mlp.gate_proj.bias", 0),
         ("model.layers.*.mlp.up_proj.weight", 1),

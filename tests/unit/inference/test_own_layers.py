@@ -42,8 +42,8 @@ from llmsuite.inference.parity import (
 from llmsuite.inference.refresh import RefreshableModel
 from llmsuite.inference.static_experts import make_static
 from llmsuite.models.blocks import Attention, DecoderLayer, GatedMLP, RMSNorm
-from llmsuite.models.deepseek.layers import Attention as LatentAttention
 from llmsuite.models.initial_values import initial_values
+from llmsuite.models.latent_attention import LatentAttention
 from llmsuite.rl.rollouts import RolloutMismatch
 from llmsuite.testing.family_forms import write_random_model
 from tests.support import own_layers
