@@ -116,6 +116,8 @@ class DecoderConfig:
     """Modules and parameters of a layer that have another name in HF's files than here, by our name. Several modules
     with one name are joined in one matrix there, in this order. `{}` in a name stands for the number of an expert;
     experts without it are one stack of matrices there too."""
+    hf_reversed: ClassVar[frozenset[str]] = frozenset()
+    """Modules of a layer, by our name, whose weights have all dims in the other order in HF's files: convolutions."""
     hf_modules: ClassVar[Mapping[str, str]] = {}
     """Modules outside of the layers, and the list of the layers, that have another name in HF's files, by our name."""
     not_loaded: ClassVar[tuple[str, ...]] = ()
@@ -123,8 +125,6 @@ class DecoderConfig:
     shared_key: ClassVar[str] = "n_shared_experts x moe_intermediate_size"
     """The fields that give the width of the shared experts, for messages."""
 
-    has_linear_attention: ClassVar[bool] = False
-    """True for a family with linear attention (`shape_spec.GatedDelta`)."""
     names: ClassVar[str] = "llmsuite.models.dense_names:NAMES"
     """Address of the names of the family: `MTP_NAMES` where its files may have layers for multi-token prediction
     (`models.mtp`)."""

@@ -77,11 +77,12 @@ class DenseNames:
         theirs = config.hf_parts.get(match["module"], match["module"])
         tensor = (f"{layer}.{theirs}.{match['kind']}",)
         joined = [module for module, other in config.hf_parts.items() if other == theirs]
+        is_reversed = match["module"] in config.hf_reversed
         if len(joined) < 2:
-            return HfTensors(tensor)
+            return HfTensors(tensor, is_reversed=is_reversed)
         shapes = _layer_shapes(config.hidden_size, config.shape_spec().layers[int(match["number"])])
         sizes = tuple(shapes[f"{module}.{match['kind']}"][-1] for module in joined)
-        return HfTensors(tensor, part=joined.index(match["module"]), sizes=sizes)
+        return HfTensors(tensor, part=joined.index(match["module"]), sizes=sizes, is_reversed=is_reversed)
 
     def from_hf(self, name: str, config: DecoderConfig) -> str | None:
         """The full name of a tensor in an HF file; None for one that is computed, or that the model does not have."""
