@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmsuite.contract.specs import ModelFamily
-from llmsuite.models import sparse_plan
+from llmsuite.models import dense_plan, sparse_plan
 from llmsuite.models.decoder_config import DecoderConfig
-from llmsuite.models.dense_plan import DELTA_DIMS, PLAN
 from llmsuite.models.shard_plan import ShardPlan
 
 
@@ -56,9 +55,6 @@ def dense_family(
 
 
 def _plan(config_cls: type[DecoderConfig]) -> ShardPlan:
-    plan = PLAN
-    if config_cls.experts_key is not None:
-        plan = dataclasses.replace(sparse_plan.PLAN, num_experts=config_cls.experts_key)
-    if config_cls.has_linear_attention:
-        plan = dataclasses.replace(plan, shard_dims=(*plan.shard_dims, *DELTA_DIMS))
-    return plan
+    if config_cls.experts_key is None:
+        return dense_plan.PLAN
+    return dataclasses.replace(sparse_plan.PLAN, num_experts=config_cls.experts_key)

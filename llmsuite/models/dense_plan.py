@@ -3,13 +3,11 @@
 Column-parallel matrices [inputs, outputs] are sharded along their outputs, row-parallel ones along their inputs
 (Shoeybi et al. 2019, arXiv 1909.08053), the embedding along the vocabulary. The bias of a column-parallel matrix is
 sharded with it; that of a row-parallel one is replicated. Of latent attention, heads are sharded; compressed queries,
-keys and values are replicated.
+keys and values are replicated. Linear attention is cut by heads.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import re
 from collections.abc import Iterator
 
 from llmsuite.models.decoder_config import DecoderConfig
@@ -50,6 +48,11 @@ PLAN = ShardPlan(
         ("model.layers.*.mlp.up_proj.weight", 1),
         ("model.layers.*.mlp.up_proj.bias", 0),
         ("model.layers.*.mlp.down_proj.weight", 0),
+        ("model.layers.*.self_attn.in_*_proj.weight", 1),
+        ("model.layers.*.self_attn.[qkv]_conv.weight", 2),
+        ("model.layers.*.self_attn.A_log", 0),
+        ("model.layers.*.self_attn.dt_bias", 0),
+        ("model.layers.*.self_attn.out_proj.weight", 0),
         ("lm_head.weight", 1),
     ),
     embedding="model.embed_tokens",
@@ -60,17 +63,4 @@ PLAN = ShardPlan(
     last_norm="model.norm",
     problems=_problems,
 )
-"""It has entries for all parameters that any dense decoder has, but for linear attention; a pattern that matches none
-has no effect."""
-DELTA_DIMS = (
-    ("model.layers.*.self_attn.in_*_proj.weight", 1),
-    ("model.layers.*.self_attn.[qkv]_conv.weight", 2),
-    ("model.layers.*.self_attn.A_log", 0),
-    ("model.layers.*.self_attn.dt_bias", 0),
-    ("model.layers.*.self_attn.out_proj.weight", 0),
-)
-"""Further entries of `ShardPlan.shard_dims` for families with linear attention, which is cut by heads."""
-WITHOUT_MLP_BIASES = dataclasses.replace(
-    PLAN, shard_dims=tuple(entry for entry in PLAN.shard_dims if not re.search(r"\.mlp\..*\.bias$", entry[0]))
-)
-"""`PLAN` for families with experts."""
+"""It has entries for all parameters that any dense decoder has; a pattern that matches none has no effect."""

@@ -37,7 +37,7 @@ class ScaledSparseLM(Scaled, SparseLM):
 
 def _make_layer(config: DecoderConfig, ops: Ops, spec: LayerSpec, has_states: bool) -> DecoderLayer:
     layer = _layer_of_parts(config, ops, spec)
-    if has_states:  # the positions of tokens follow the three inputs of other attention
+    if has_states and isinstance(layer, MoELayer):  # the positions of tokens follow the inputs of other attention
         layer.num_inputs = 4
     if isinstance(spec.attention, GatedDelta):
         layer.keeps_state = True

@@ -7,28 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 
-from llmsuite.models.dense_plan import WITHOUT_MLP_BIASES as DENSE
-
-ROUTED = ("model.layers.*.mlp.experts.*_proj.weight", 0)
-"""The entry of `ShardPlan.shard_dims` for routed experts."""
-
-
-def shared_dims(module: str) -> tuple[tuple[str, int], ...]:
-    """The entries of `ShardPlan.shard_dims` for the shared experts, the module of an MLP with this name."""
-    return (
-        (f"model.layers.*.mlp.{module}.gate_proj.weight", 1),
-        (f"model.layers.*.mlp.{module}.up_proj.weight", 1),
-        (f"model.layers.*.mlp.{module}.down_proj.weight", 0),
-    )
-
+from llmsuite.models.dense_plan import PLAN as DENSE
 
 PLAN = dataclasses.replace(
     DENSE,
     shard_dims=(
         *DENSE.shard_dims,
-        ROUTED,
-        *shared_dims("shared_experts"),
-        *shared_dims("shared_expert"),
+        ("model.layers.*.mlp.experts.*_proj.weight", 0),
+        ("model.layers.*.mlp.shared_expert*.gate_proj.weight", 1),
+        ("model.layers.*.mlp.shared_expert*.up_proj.weight", 1),
+        ("model.layers.*.mlp.shared_expert*.down_proj.weight", 0),
     ),
     experts="model.layers.*.mlp.experts",
     gates="model.layers.*.mlp.gate",
