@@ -96,6 +96,10 @@ class GPTConfig(DecoderConfig):
     eos_token_id: TokenId | list[TokenId] | None = 50256
 
     @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
     def norm_eps(self) -> float:
         """Term under the root of the norms."""
         return self.layer_norm_eps
@@ -103,9 +107,8 @@ class GPTConfig(DecoderConfig):
     def shape_spec(self) -> ShapeSpec:
         """Attention without rotation, an MLP of two matrices, learned positions; biases and LayerNorm everywhere."""
         heads = self.num_attention_heads
-        size = self.hidden_size // heads
         attention = GroupedQuery(
-            heads=heads, kv_heads=heads, head_size=size, rotary=False, biased=True, output_biased=True
+            heads=heads, kv_heads=heads, head_size=self.head_size, rotary=False, biased=True, output_biased=True
         )
         mlp = GeluMLP(width=self.intermediate_size or 4 * self.hidden_size)
         return self.decoder(self.layer(attention, mlp, norm="layer"), norm="layer", learned_positions=True)
