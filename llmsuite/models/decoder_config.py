@@ -17,6 +17,7 @@ from typing_extensions import Self
 from llmsuite.base.errors import UserError
 from llmsuite.models.head import Head, read_head, with_head
 from llmsuite.models.hf_config import check_keys, kept_keys
+from llmsuite.models.mtp import num_mtp_layers
 from llmsuite.models.rope import frequencies, magnitude, read_hf
 from llmsuite.models.shape_spec import GatedDelta, GatedMLP, GeluMLP, GroupedQuery, Latent, LayerSpec, MoE, ShapeSpec
 
@@ -193,6 +194,18 @@ class DecoderConfig:
             assert self.intermediate_size is not None, "an MLP of no width"
             mlp = GatedMLP(width=self.intermediate_size)
         return LayerSpec(attention=attention, mlp=mlp, **choices)
+
+    def has_experts(self, layer: int) -> bool:
+        """True if a layer, counted from 0, has experts, in a model some of whose layers have none."""
+        raise AssertionError(f"{type(self).__name__} has no has_experts")
+
+    def some_with_experts(self, attention: GroupedQuery | Latent, mixture: MoE) -> list[LayerSpec]:
+        """All layers, with experts where `has_experts` says so, followed by those for multi-token prediction, which
+        have experts."""
+        dense = self.layer(attention)
+        routed = self.layer(attention, mixture)
+        layers = [routed if self.has_experts(i) else dense for i in range(self.num_hidden_layers)]
+        return layers + [dataclasses.replace(routed, is_mtp=True)] * num_mtp_layers(self)
 
     def decoder(self, layers: LayerSpec | Sequence[LayerSpec], **choices: Any) -> ShapeSpec:
         """The model of these layers, or of one that is repeated, with the fields in `choices`."""

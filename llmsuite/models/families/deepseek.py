@@ -21,7 +21,6 @@ from llmsuite.models.decoder_config import (
 )
 from llmsuite.models.head import with_head
 from llmsuite.models.hf_config import check_keys
-from llmsuite.models.mtp import num_mtp_layers
 from llmsuite.models.rope import yarn_mscale
 from llmsuite.models.shape_spec import Latent, MoE, ShapeSpec
 
@@ -141,10 +140,7 @@ class DeepSeekConfig(RotaryConfig):
             chosen_groups=self.topk_group,
             factor=self.routed_scaling_factor,
         )
-        dense = self.layer(attention)
-        routed = self.layer(attention, mixture)
-        layers = [routed if self.has_experts(i) else dense for i in range(self.num_hidden_layers)]
-        return self.decoder([*layers, *[dataclasses.replace(routed, is_mtp=True)] * num_mtp_layers(self)])
+        return self.decoder(self.some_with_experts(attention, mixture))
 
     @property
     def paddlenlp_prefix(self) -> str | None:

@@ -99,9 +99,7 @@ class ErnieMoeConfig(ErnieShape):
             choice_biased=True,
             bias_is_row=True,
         )
-        dense = self.layer(attention)
-        routed = self.layer(attention, mixture)
-        return self.decoder([routed if self.has_experts(i) else dense for i in range(self.num_hidden_layers)])
+        return self.decoder(self.some_with_experts(attention, mixture))
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules between the fields, as (field, message)."""

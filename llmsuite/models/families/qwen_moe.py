@@ -70,9 +70,7 @@ class QwenMoeConfig(QwenShape):
             shared_gated=self.shared_size > 0,
             normed=self.norm_topk_prob,
         )
-        dense = self.layer(attention)
-        routed = self.layer(attention, mixture)
-        return self.decoder([routed if self.has_experts(i) else dense for i in range(self.num_hidden_layers)])
+        return self.decoder(self.some_with_experts(attention, mixture))
 
     @property
     def paddlenlp_prefix(self) -> str | None:

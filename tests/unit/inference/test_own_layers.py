@@ -198,7 +198,7 @@ def test_latent_attention_that_is_changed_reads_whole_keys() -> None:
         def build(config: Any, ops: Any) -> Any:
             model = spec.factory()(config, ops)
             for layer in model.model.layers:
-                layer.self_attn = Bounded(config, ops)
+                layer.self_attn = Bounded(config.hidden_size, ops, config.shape_spec().layers[0].attention)
             return model
 
         return build
