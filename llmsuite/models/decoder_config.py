@@ -108,6 +108,9 @@ class DecoderConfig:
 
     experts_key: ClassVar[str | None] = None
     """The field with the number of experts of a layer."""
+    chosen_key: ClassVar[str | None] = None
+    """The field with the number of experts of a token, in families whose experts are not in groups; `group_problems`
+    has the rule for groups."""
     network: ClassVar[str] = "llmsuite.models.dense:DenseLM"
     """Address of the class of the model, for `pkgutil.resolve_name`: `ScaledLM` where the description has a factor of
     the embedding or of the logits, or a cap of the logits; `LearnedPositionsLM` where it has learned positions."""
@@ -160,6 +163,9 @@ class DecoderConfig:
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules between the fields, as (field, message)."""
         experts = self.num_routed_experts
+        chosen = 0 if self.chosen_key is None else getattr(self, self.chosen_key)
+        if chosen > experts:
+            yield self.chosen_key or "", f"is {chosen}; there are {self.experts_key} = {experts}"
         if experts * self.num_hidden_layers > MAX_EXPERTS:
             layers = f"with num_hidden_layers = {self.num_hidden_layers}"
             yield (
