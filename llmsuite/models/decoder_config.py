@@ -294,45 +294,7 @@ class RotaryConfig(DecoderConfig):
 
 @in_written_order
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GroupedQueryConfig(RotaryConfig):
-    """Shape of a decoder with grouped-query attention and rotary positions."""
-
-    num_attention_heads: PositiveInt
-    num_key_value_heads: PositiveInt
-    """Key and value heads; fewer than query heads is grouped-query attention."""
-    head_dim: Annotated[int, Gt(0), Le(4096)] | None = None
-    """Size of a head; null for hidden_size / num_attention_heads."""
-
-    @property
-    def head_size(self) -> int:
-        return self.head_dim or self.hidden_size // self.num_attention_heads
-
-    @property
-    def rotary_size(self) -> int:
-        """Size of a head: all of it is rotated."""
-        return self.head_size
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Rules between the fields, as (field, message)."""
-        heads = self.num_attention_heads
-        kv_heads = self.num_key_value_heads
-        if heads % kv_heads:
-            yield "num_key_value_heads", f"is {kv_heads}, which does not divide num_attention_heads = {heads}"
-        yield from super().problems()
-
-    @classmethod
-    def hf_fields(cls, data: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
-        """The fields that a config.json has, by our names; it may omit the number of key and value heads."""
-        values = super().hf_fields(data, default_theta)
-        if values.get("num_key_value_heads") is None:
-            defaults = {f.name: f.default for f in dataclasses.fields(cls)}
-            values["num_key_value_heads"] = {**defaults, **values}["num_attention_heads"]
-        return values
-
-
-@in_written_order
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DenseConfig(GroupedQueryConfig):
+class DenseConfig(RotaryConfig):
     """Shape of a decoder with grouped-query attention whose keys in config.json are its fields, but for those that are
     declared here."""
 
@@ -350,6 +312,21 @@ class DenseConfig(GroupedQueryConfig):
     """Values of keys that config.json omits, by `model_type`, where they are not the defaults of the fields."""
     renamed: ClassVar[Mapping[str, str]] = {}
     """Keys of config.json whose fields have another name here, by our name."""
+
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt
+    """Key and value heads; fewer than query heads is grouped-query attention."""
+    head_dim: Annotated[int, Gt(0), Le(4096)] | None = None
+    """Size of a head; null for hidden_size / num_attention_heads."""
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotary_size(self) -> int:
+        """Size of a head: all of it is rotated."""
+        return self.head_size
 
     @classmethod
     def from_hf(cls, data: Mapping[str, Any]) -> Self:
@@ -369,6 +346,15 @@ class DenseConfig(GroupedQueryConfig):
         moved = {key: rope[key] for key in rope if key in defaults}
         return cls(**cls.hf_fields({**omitted, **moved, **data}, cls.rope_theta))
 
+    @classmethod
+    def hf_fields(cls, data: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
+        """The fields that a config.json has, by our names; it may omit the number of key and value heads."""
+        values = super().hf_fields(data, default_theta)
+        if values.get("num_key_value_heads") is None:
+            defaults = {f.name: f.default for f in dataclasses.fields(cls)}
+            values["num_key_value_heads"] = {**defaults, **values}["num_attention_heads"]
+        return values
+
     def to_hf(self) -> dict[str, Any]:
         """The content of a config.json that HF transformers reads."""
         shape = dataclasses.asdict(self)
@@ -381,6 +367,10 @@ class DenseConfig(GroupedQueryConfig):
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules between the fields, as (field, message)."""
         yield from self.head_problems()
+        heads = self.num_attention_heads
+        kv_heads = self.num_key_value_heads
+        if heads % kv_heads:
+            yield "num_key_value_heads", f"is {kv_heads}, which does not divide num_attention_heads = {heads}"
         yield from super().problems()
 
     def head_problems(self) -> Iterator[tuple[str, str]]:
