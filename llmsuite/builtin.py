@@ -236,25 +236,6 @@ def _rollout_stages() -> list[StageSpec]:
     ]
 
 
-def _family(name: str, cls: str, help: str, hf_model_types: tuple[str, ...]) -> ModelFamily:
-    """Return the family whose code is in `llmsuite.models.NAME`; its layers are imported when they are needed."""
-    package = f"llmsuite.models.{name}"
-    config = importlib.import_module(f"{package}.config")
-    return ModelFamily(
-        name=name,
-        help=help,
-        config_cls=pkgutil.resolve_name(f"{package}.config:{cls}Config"),
-        presets=config.PRESETS,
-        smoke=config.SMOKE,
-        smoke_keeps=config.SMOKE_KEEPS,
-        factory=lazily(f"{package}.layers:{cls}"),
-        names=lazily(f"{package}.names"),
-        shard_plan=importlib.import_module(f"{package}.shard_plan").PLAN,
-        shape_spec=lambda shape: pkgutil.resolve_name(f"{package}.shape_spec:shape_spec")(shape),
-        hf_model_types=hf_model_types,
-    )
-
-
 def _dense(name: str, cls: str, help: str, hf_model_types: tuple[str, ...], gguf: tuple[str, ...] = ()) -> ModelFamily:
     """Return the decoder whose description is in `llmsuite.models.families.NAME`."""
     from llmsuite.contract.dense_family import dense_family
@@ -303,8 +284,8 @@ def llmsuite_register_models() -> list[ModelFamily]:
         _dense("minimax", "Minimax", "MiniMax-M2", ("minimax_m2",)),
         _dense("glm_moe", "GlmMoe", "GLM-4.5, GLM-4.6", ("glm4_moe",)),
         _dense("ernie_moe", "ErnieMoe", "ERNIE-4.5 with experts", ("ernie4_5_moe",)),
-        _family("gpt", "GPT", "GPT-2, GPT-3", ("gpt2", "gpt")),
-        _family("deepseek", "DeepSeek", "DeepSeek-V2, V2-Lite, V3; Kimi K2", ("deepseek_v2", "deepseek_v3", "kimi_k2")),
+        _dense("gpt", "GPT", "GPT-2, GPT-3", ("gpt2", "gpt")),
+        _dense("deepseek", "DeepSeek", "DeepSeek-V2, V2-Lite, V3; Kimi K2", ("deepseek_v2", "deepseek_v3", "kimi_k2")),
     ]
 
 

@@ -30,7 +30,7 @@ from llmsuite.checkpoint.tied import check_tied
 from llmsuite.checkpoint.tokenizer_files import tokenizer_of_adapter
 from llmsuite.contract.specs import ModelFamily
 from llmsuite.models.head import EMBEDDING, NO_KEYS, OUTPUT, is_tied
-from llmsuite.models.hf_tensors import HfTensors, transposed, transposed_dims
+from llmsuite.models.hf_tensors import HfTensors
 from llmsuite.models.mtp import num_mtp_layers
 from llmsuite.models.protocols import CarriesTensors, HasPaddleNLPNames, HasTiedEmbedding, num_stored_mtp_layers
 
@@ -119,19 +119,21 @@ class ModelDirectory:
             check_tied(self.path, self.files, place.names[0], str(self.tied_copy), index)
         if place.stacked:
             first, rest = (index[0], index[1:]) if index else (slice(None), None)
-            return self._read_stack(place.names[first], rest, is_transposed)
+            return self._read_stack(place, place.names[first], rest, is_transposed)
         if place.num_parts > 1:
             *shape, size = self.spec(name).shape
             *outer, last = index or [*map(slice, shape), slice(size)]
             start, stop, _ = last.indices(size)
             before = place.columns.start
             index = [*outer, slice(before + start, before + stop)]
-        return self._read(place.names[0], index, is_transposed)
+        return self._read(place, place.names[0], index, is_transposed)
 
-    def _read_stack(self, names: Sequence[str], index: Sequence[slice] | None, is_transposed: bool) -> np.ndarray:
+    def _read_stack(
+        self, place: HfTensors, names: Sequence[str], index: Sequence[slice] | None, is_transposed: bool
+    ) -> np.ndarray:
         result = None
         for number, theirs in enumerate(names):  # one at a time, as a stack may be most of the model
-            part = self._read(theirs, index, is_transposed)
+            part = self._read(place, theirs, index, is_transposed)
             if result is None:
                 result = np.empty((len(names), *part.shape), part.dtype)
             if (part.shape, part.dtype) != (result.shape[1:], result.dtype):
@@ -140,10 +142,10 @@ class ModelDirectory:
         assert result is not None, "a stack has at least one tensor"
         return result
 
-    def _read(self, theirs: str, index: Sequence[slice] | None, is_transposed: bool) -> np.ndarray:
+    def _read(self, place: HfTensors, theirs: str, index: Sequence[slice] | None, is_transposed: bool) -> np.ndarray:
         if not is_transposed:
             return self.files.read(theirs, index)
-        return transposed(theirs, self.files.read(theirs, transposed_dims(theirs, index) if index else index))
+        return place.transposed(self.files.read(theirs, place.transposed_dims(index) if index else index))
 
     def stored(self, name: str, transposed: bool, index: int | None = None) -> StoredTensor | None:
         """Return the stored tensor of a parameter, to be copied without conversion; None if that is not possible.
@@ -185,7 +187,7 @@ class ModelDirectory:
         """Return the shape (as in memory) and dtype of a parameter by our name."""
         place = self.tensors[name]
         stored = self.files.spec(place.names[0])
-        shape = transposed_dims(place.names[0], stored.shape) if self._is_transposed(name) else stored.shape
+        shape = place.transposed_dims(stored.shape) if self._is_transposed(name) else stored.shape
         if place.stacked:
             shape = (len(place.names), *shape)
         elif place.num_parts > 1:

@@ -23,7 +23,7 @@ from llmsuite.checkpoint.tensor_writer import ManifestPart, WriteOptions, read_i
 from llmsuite.checkpoint.tensors import TensorSpec, sliced
 from llmsuite.checkpoint.tokenizer_files import copy_tokenizer
 from llmsuite.contract.specs import ModelFamily
-from llmsuite.models.hf_tensors import transposed, transposed_dims
+from llmsuite.models.hf_tensors import HfTensors
 
 Read = Callable[[str, Sequence[slice] | None], np.ndarray]
 """Returns a parameter by our name, or a slice of it (one slice a dim), oriented as in memory."""
@@ -78,7 +78,7 @@ class _Piece:
     spec: TensorSpec
     index: int | None
     """Index into the first dim of a stacked parameter; None for one that is not stacked."""
-    part: int
+    place: HfTensors
 
 
 class TensorLayout:
@@ -122,10 +122,10 @@ class TensorLayout:
                 if layout != "hf":
                     theirs = re.sub(r"^model\.", str(prefix), name)
                 pieces = self._pieces.setdefault(theirs, [])
-                pieces.append(_Piece(spec, number if place.stacked else None, place.part))
+                pieces.append(_Piece(spec, number if place.stacked else None, place))
                 if len(pieces) < place.num_parts:
                     continue
-                pieces.sort(key=lambda piece: piece.part)
+                pieces.sort(key=lambda piece: piece.place.part)
                 if place.stacked:
                     shape = spec.shape[1:]
                 else:
@@ -133,7 +133,7 @@ class TensorLayout:
                 if names.is_linear(spec.name):
                     self.linears.add(theirs)
                 if self.is_transposed(theirs):
-                    shape = transposed_dims(theirs, shape)
+                    shape = place.transposed_dims(shape)
                 self.specs.append(TensorSpec(theirs, shape, spec.dtype))
         assert len(self.specs) == len(self._pieces), "a tensor lacks a part"
         self._by_name = {spec.name: spec for spec in self.specs}
@@ -166,13 +166,14 @@ class TensorLayout:
     def read(self, name: str, read: Read, index: Sequence[slice] | None = None) -> np.ndarray:
         """Return a tensor, or a slice of it (one slice a dim); only the parameters of the slice are read."""
         pieces = self._pieces[name]
+        place = pieces[0].place
         is_transposed = self.is_transposed(name)
         if index is None and len(pieces) == 1 and pieces[0].index is None:
             value = read(pieces[0].spec.name, None)
-            return transposed(name, value) if is_transposed else value
+            return place.transposed(value) if is_transposed else value
         shape = self._by_name[name].shape
         bounds = [s.indices(n) for s, n in zip(index or [slice(None)] * len(shape), shape)]
-        *outer, (first, last, _) = transposed_dims(name, bounds) if is_transposed else bounds
+        *outer, (first, last, _) = place.transposed_dims(bounds) if is_transposed else bounds
         parts = []
         start = 0
         for piece in pieces:
@@ -188,7 +189,7 @@ class TensorLayout:
             else:
                 parts.append(read(piece.spec.name, [slice(piece.index, piece.index + 1), *own])[0])
         value = parts[0] if len(parts) == 1 else np.concatenate(parts, -1)
-        return transposed(name, value) if is_transposed else value
+        return place.transposed(value) if is_transposed else value
 
 
 def write_model(

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmsuite.contract.specs import ModelFamily
-from llmsuite.models import sparse_plan
-from llmsuite.models.decoder_config import DenseConfig
-from llmsuite.models.dense_plan import DELTA_DIMS, PLAN
+from llmsuite.models import dense_plan, sparse_plan
+from llmsuite.models.decoder_config import DecoderConfig
 from llmsuite.models.shard_plan import ShardPlan
 
 
@@ -18,7 +17,7 @@ def dense_family(
     *,
     name: str,
     help: str,
-    config_cls: type[DenseConfig],
+    config_cls: type[DecoderConfig],
     smoke: Mapping[str, Any],
     presets: Mapping[str, Mapping[str, Any]] | None = None,
     smoke_keeps: Sequence[str] = (),
@@ -38,9 +37,7 @@ def dense_family(
         gguf_architectures: as `ModelFamily.gguf_architectures`; only for families that llama.cpp has with the names of
             `llmsuite.models.gguf_names`.
     """
-    names = "MTP_NAMES" if config_cls.stores_mtp else "NAMES"
-    if gguf_architectures:
-        names = "GGUF_NAMES"
+    names = "llmsuite.models.dense_names:GGUF_NAMES" if gguf_architectures else config_cls.names
     return ModelFamily(
         name=name,
         help=help,
@@ -49,7 +46,7 @@ def dense_family(
         smoke=smoke,
         smoke_keeps=smoke_keeps,
         factory=lambda: pkgutil.resolve_name(config_cls.network),
-        names=lambda: pkgutil.resolve_name(f"llmsuite.models.dense_names:{names}"),
+        names=lambda: pkgutil.resolve_name(names),
         shard_plan=_plan(config_cls),
         shape_spec=config_cls.shape_spec,
         hf_model_types=hf_model_types,
@@ -57,10 +54,7 @@ def dense_family(
     )
 
 
-def _plan(config_cls: type[DenseConfig]) -> ShardPlan:
-    plan = PLAN
-    if config_cls.experts_key is not None:
-        plan = dataclasses.replace(sparse_plan.PLAN, num_experts=config_cls.experts_key)
-    if config_cls.has_linear_attention:
-        plan = dataclasses.replace(plan, shard_dims=(*plan.shard_dims, *DELTA_DIMS))
-    return plan
+def _plan(config_cls: type[DecoderConfig]) -> ShardPlan:
+    if config_cls.experts_key is None:
+        return dense_plan.PLAN
+    return dataclasses.replace(sparse_plan.PLAN, num_experts=config_cls.experts_key)

@@ -32,9 +32,9 @@ from llmsuite.models.blocks import (
     extend_cache,
     halves_first,
 )
-from llmsuite.models.deepseek.layers import Attention as LatentAttention
 from llmsuite.models.embedding import is_plain_embedding
 from llmsuite.models.exact import has_hooks, is_exactly
+from llmsuite.models.latent_attention import LatentAttention
 from llmsuite.models.linear import is_plain_linear
 
 JoinedSwiglu = Callable[[Tensor], Tensor]

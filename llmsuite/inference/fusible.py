@@ -14,7 +14,7 @@ from llmsuite.inference.packed_layers import PackedLinear
 from llmsuite.models.blocks import Attention, CausalLM, DecoderLayer, GatedMLP, RMSNorm, RotaryLM
 from llmsuite.models.exact import has_hooks, is_exactly, is_own
 from llmsuite.models.linear import is_plain_linear
-from llmsuite.models.moe import LayerWithoutExperts, MoELayer, MoELM
+from llmsuite.models.moe import MoELayer, MoELM
 
 _DECODING = ("decode_step", "decode")
 """Methods that only pass the inputs of `layer_inputs` and `layer_inputs_at` on to the layers."""
@@ -36,8 +36,7 @@ def attentions(model: CausalLM) -> list[Attention]:
 
 def _only_passes_inputs_on(layer: Any) -> bool:
     """True for a layer that passes its inputs to its attention, and does nothing else with them."""
-    of_experts = is_exactly(layer, MoELayer, "mlp_block")
-    is_known = is_exactly(layer, DecoderLayer) or is_exactly(layer, LayerWithoutExperts) or of_experts
+    is_known = is_exactly(layer, DecoderLayer) or is_exactly(layer, MoELayer, "mlp_block")
     return is_known and not has_hooks(layer, but=(edited,))
 
 

@@ -20,8 +20,8 @@ from llmsuite.inference.fused import JoinedSwiglu, RoundQkv, TransposedTiedHead,
 from llmsuite.inference.fusible import attentions, is_gated_mlp
 from llmsuite.inference.packed_layers import PackedLinear, PackedTiedHead
 from llmsuite.models.blocks import Attention, GatedMLP, TiedHead, halves_first
-from llmsuite.models.deepseek.layers import Attention as LatentAttention
 from llmsuite.models.exact import is_exactly
+from llmsuite.models.latent_attention import LatentAttention
 from llmsuite.models.linear_ops import LinearOps, use_linear_ops
 
 

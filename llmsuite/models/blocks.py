@@ -28,6 +28,7 @@ from llmsuite.models.head import head_of, is_tied
 from llmsuite.models.linear import Linear
 from llmsuite.models.logit_ops import LogitOps
 from llmsuite.models.rotation import growth_factors, positions, rotation, rotation_at
+from llmsuite.models.shape_spec import GroupedQuery
 
 LayerCache = tuple[Tensor, Tensor]
 AttentionKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, Any], tuple[Tensor, LayerCache]]
@@ -100,44 +101,34 @@ class WithCore:
 class Attention(nn.Layer, WithCore):
     """Grouped-query self-attention with rotary positions."""
 
-    def __init__(
-        self,
-        config: Any,
-        ops: Ops,
-        qkv_bias: bool = False,
-        o_bias: bool = False,
-        qk_norm: bool = False,
-        interleaved: bool = False,
-    ):
+    def __init__(self, hidden_size: int, eps: float, ops: Ops, spec: GroupedQuery):
         """
         Args:
-            config: has hidden_size, head_size, both numbers of heads and, with `qk_norm`, rms_norm_eps.
+            hidden_size: width of the residual stream.
+            eps: term under the root of the norms of queries and keys.
             ops: the operations of the device.
-            qkv_bias: queries, keys and values have biases.
-            o_bias: the output has a bias.
-            qk_norm: each head of queries and keys is normed, before the rotation.
-            interleaved: the elements of a head that are rotated together are neighbours, not halves of the head.
+            spec: its description; `GroupedQuery.is_plain` says which choices this class has.
         """
         super().__init__()
-        self.head_size = config.head_size
-        self.rotary_size: int = config.head_size
+        size = spec.head_size
+        self.head_size = size
+        self.rotary_size: int = size
         """Number of the first elements of a head that are rotated."""
         self.rotary = ops.rotary
         self.core = ops.attention
         self.heads_first = ops.decoding.heads_first
-        self.interleaved = interleaved
+        self.interleaved = spec.interleaved
         self.kernel: AttentionKernel | None = None
         """A faster way to compute what `forward` does, which generation chooses; None for the code of `forward`."""
         self.apply_linears = apply_linears
-        self.rounds_activations = ops.matmuls.rounds_attention and not qk_norm  # the norms take and return float32
-        width = config.num_attention_heads * config.head_size
-        kv_width = config.num_key_value_heads * config.head_size
-        self.q_proj = linear(config.hidden_size, width, qkv_bias)
-        self.k_proj = linear(config.hidden_size, kv_width, qkv_bias)
-        self.v_proj = linear(config.hidden_size, kv_width, qkv_bias)
-        self.o_proj = linear(width, config.hidden_size, o_bias)
-        self.q_norm = RMSNorm(config.head_size, config.rms_norm_eps, ops) if qk_norm else None
-        self.k_norm = RMSNorm(config.head_size, config.rms_norm_eps, ops) if qk_norm else None
+        has_head_norms = spec.normed == "heads"
+        self.rounds_activations = ops.matmuls.rounds_attention and not has_head_norms  # norms take and return float32
+        self.q_proj = linear(hidden_size, spec.heads * size, spec.biased)
+        self.k_proj = linear(hidden_size, spec.kv_heads * size, spec.biased)
+        self.v_proj = linear(hidden_size, spec.kv_heads * size, spec.biased)
+        self.o_proj = linear(spec.heads * size, hidden_size, spec.output_biased)
+        self.q_norm = RMSNorm(size, eps, ops) if has_head_norms else None
+        self.k_norm = RMSNorm(size, eps, ops) if has_head_norms else None
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, past: LayerCache | None = None
@@ -269,12 +260,11 @@ class DecoderLayer(nn.Layer):
         self.call: Callable[..., Any] = call
         """Calls norms, attention and MLP in `forward`. Generation avoids the overhead of calling an `nn.Layer`."""
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, past: LayerCache | None = None
-    ) -> tuple[Tensor, LayerCache]:
+    def forward(self, x: Tensor, *inputs: Any, past: LayerCache | None = None) -> tuple[Tensor, LayerCache]:
         """x [B, L, D] and the outputs of `CausalLM.layer_inputs` to [B, L, D] and the layer's cache."""
         call = self.call
-        attended, present = call(self.self_attn, call(self.input_layernorm, x), cos, sin, mask, past)
+        given = inputs[slice(*self.attention_inputs)]
+        attended, present = call(self.self_attn, call(self.input_layernorm, x), *given, past)
         x = x + attended
         return x + call(self.mlp, call(self.post_attention_layernorm, x)), present
 
@@ -621,7 +611,8 @@ class RotaryLM(CausalLM):
     ):
         """
         Args:
-            config: has the fields of `decoder_config.RotaryConfig` besides those that `CausalLM` needs.
+            config: has `rotations()`, as `decoder_config.RotaryConfig`, and the fields that `CausalLM` needs. A model
+                without rotary tables makes the inputs of its layers itself.
             ops: as for `CausalLM`.
             layers: as for `CausalLM`.
             norm: as for `CausalLM`.
@@ -637,7 +628,7 @@ class RotaryLM(CausalLM):
         tables = config.rotations()
         chosen = [(0, self.window)] if kinds is None else kinds
         self.windows = tuple(window for _, window in chosen)
-        self._rotations = [tables[rotation] for rotation, _ in chosen]
+        self._rotations = [tables[rotation] for rotation, _ in chosen] if tables else []
         self._growth = growth
         assert growth is None or len(chosen) == 1, "queries of several kinds do not grow"
 

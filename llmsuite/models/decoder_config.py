@@ -17,8 +17,9 @@ from typing_extensions import Self
 from llmsuite.base.errors import UserError
 from llmsuite.models.head import Head, read_head, with_head
 from llmsuite.models.hf_config import check_keys, kept_keys
+from llmsuite.models.mtp import num_mtp_layers
 from llmsuite.models.rope import frequencies, magnitude, read_hf
-from llmsuite.models.shape_spec import GatedDelta, GatedMLP, GeluMLP, GroupedQuery, LayerSpec, MoE, ShapeSpec
+from llmsuite.models.shape_spec import GatedDelta, GatedMLP, GeluMLP, GroupedQuery, Latent, LayerSpec, MoE, ShapeSpec
 
 PositiveInt = Annotated[int, Gt(0), Le(1 << 30)]
 NonNegativeInt = Annotated[int, Ge(0), Le(1 << 30)]
@@ -101,10 +102,36 @@ def window_problems(config: Any) -> Iterator[tuple[str, str]]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Shape of a decoder-only transformer."""
+    """Shape of a decoder that is a description: `shape_spec` decides its layers and the names of its parameters
+    (`models.dense`, or `models.sparse` with experts; `models.dense_names`). A family is a subclass with its fields and
+    its `shape_spec`."""
 
     experts_key: ClassVar[str | None] = None
     """The field with the number of experts of a layer."""
+    chosen_key: ClassVar[str | None] = None
+    """The field with the number of experts of a token, in families whose experts are not in groups; `group_problems`
+    has the rule for groups."""
+    network: ClassVar[str] = "llmsuite.models.dense:DenseLM"
+    """Address of the class of the model, for `pkgutil.resolve_name`: `ScaledLM` where the description has a factor of
+    the embedding or of the logits, or a cap of the logits; `LearnedPositionsLM` where it has learned positions."""
+    uncut: ClassVar[str | None] = None
+    """The reason why the model cannot be cut over tensor parallel ranks; None where it can."""
+    hf_parts: ClassVar[Mapping[str, str]] = {}
+    """Modules and parameters of a layer that have another name in HF's files than here, by our name. Several modules
+    with one name are joined in one matrix there, in this order. `{}` in a name stands for the number of an expert;
+    experts without it are one stack of matrices there too."""
+    hf_reversed: ClassVar[frozenset[str]] = frozenset()
+    """Modules of a layer, by our name, whose weights have all dims in the other order in HF's files: convolutions."""
+    hf_modules: ClassVar[Mapping[str, str]] = {}
+    """Modules outside of the layers, and the list of the layers, that have another name in HF's files, by our name."""
+    not_loaded: ClassVar[tuple[str, ...]] = ()
+    """Beginnings of the names of tensors in HF's files that the model does not have."""
+    shared_key: ClassVar[str] = "n_shared_experts x moe_intermediate_size"
+    """The fields that give the width of the shared experts, for messages."""
+
+    names: ClassVar[str] = "llmsuite.models.dense_names:NAMES"
+    """Address of the names of the family: `MTP_NAMES` where its files may have layers for multi-token prediction
+    (`models.mtp`)."""
 
     vocab_size: PositiveInt
     """Rows of the embedding."""
@@ -135,13 +162,72 @@ class DecoderConfig:
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules between the fields, as (field, message)."""
-        experts = getattr(self, self.experts_key) if self.experts_key is not None else 0
+        experts = self.num_routed_experts
+        chosen = 0 if self.chosen_key is None else getattr(self, self.chosen_key)
+        if chosen > experts:
+            yield self.chosen_key or "", f"is {chosen}; there are {self.experts_key} = {experts}"
         if experts * self.num_hidden_layers > MAX_EXPERTS:
             layers = f"with num_hidden_layers = {self.num_hidden_layers}"
             yield (
                 self.experts_key or "",
                 f"is {experts}, {layers}; at most {MAX_EXPERTS:,} in all are supported",
             )
+
+    @property
+    def num_routed_experts(self) -> int:
+        """Number of routed experts of a layer; 0 for a model without experts."""
+        return 0 if self.experts_key is None else getattr(self, self.experts_key)
+
+    @property
+    def norm_eps(self) -> float:
+        """Term under the root of the norms."""
+        raise AssertionError(f"{type(self).__name__} has no norm_eps")
+
+    def rotations(self) -> list[tuple[list[float], float]]:
+        """The rotary tables of the model: the frequencies of each, and its factor of cos and sin. Layers name theirs by
+        its index (`shape_spec.GroupedQuery.rotation`). None for a model with learned positions."""
+        return []
+
+    def shape_spec(self) -> ShapeSpec:
+        """The description of the model."""
+        raise AssertionError(f"{type(self).__name__} has no shape_spec")
+
+    def layer(
+        self, attention: GroupedQuery | Latent | GatedDelta, mlp: GatedMLP | GeluMLP | MoE | None = None, **choices: Any
+    ) -> LayerSpec:
+        """A layer of an attention and an MLP (None: one without biases or experts), with the fields in `choices`."""
+        if mlp is None:
+            assert self.intermediate_size is not None, "an MLP of no width"
+            mlp = GatedMLP(width=self.intermediate_size)
+        return LayerSpec(attention=attention, mlp=mlp, **choices)
+
+    def has_experts(self, layer: int) -> bool:
+        """True if a layer, counted from 0, has experts, in a model some of whose layers have none."""
+        raise AssertionError(f"{type(self).__name__} has no has_experts")
+
+    def some_with_experts(self, attention: GroupedQuery | Latent, mixture: MoE) -> list[LayerSpec]:
+        """All layers, with experts where `has_experts` says so, followed by those for multi-token prediction, which
+        have experts."""
+        dense = self.layer(attention)
+        routed = self.layer(attention, mixture)
+        layers = [routed if self.has_experts(i) else dense for i in range(self.num_hidden_layers)]
+        return layers + [dataclasses.replace(routed, is_mtp=True)] * num_mtp_layers(self)
+
+    def decoder(self, layers: LayerSpec | Sequence[LayerSpec], **choices: Any) -> ShapeSpec:
+        """The model of these layers, or of one that is repeated, with the fields in `choices`."""
+        if isinstance(layers, LayerSpec):
+            layers = [layers] * self.num_hidden_layers
+        return ShapeSpec(hidden=self.hidden_size, vocabulary=self.vocab_size, layers=layers, **choices)
+
+    @property
+    def paddlenlp_prefix(self) -> str | None:
+        """The prefix that PaddleNLP writes instead of `model.`; None where it has no such model."""
+        return None
+
+    @property
+    def gguf_interleaves(self) -> bool:
+        """True where GGUF has the rotary halves of queries and keys as neighbours."""
+        return False
 
 
 @in_written_order
@@ -162,6 +248,11 @@ class RotaryConfig(DecoderConfig):
     """Null, or {"rope_type", "factor", …} as in HF's config.json."""
 
     @property
+    def norm_eps(self) -> float:
+        """Term under the root of the norms."""
+        return self.rms_norm_eps
+
+    @property
     def rotary_size(self) -> int:
         """Size of the part of a head that is rotated."""
         raise AssertionError(f"{type(self).__name__} has no rotary_size")
@@ -175,8 +266,7 @@ class RotaryConfig(DecoderConfig):
         return frequencies(self.rotary_size, self.rope_theta, self.rope_scaling, self.rope_kinds)
 
     def rotations(self) -> list[tuple[list[float], float]]:
-        """The rotary tables of the model: the frequencies of each, and its factor of cos and sin. Layers name theirs by
-        its index (`shape_spec.GroupedQuery.rotation`)."""
+        """One table, that of `rope_theta` and `rope_scaling`."""
         return [(self.rope_frequencies(), magnitude(self.rope_scaling))]
 
     def problems(self) -> Iterator[tuple[str, str]]:
@@ -204,8 +294,24 @@ class RotaryConfig(DecoderConfig):
 
 @in_written_order
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GroupedQueryConfig(RotaryConfig):
-    """Shape of a dense decoder with grouped-query attention."""
+class DenseConfig(RotaryConfig):
+    """Shape of a decoder with grouped-query attention whose keys in config.json are its fields, but for those that are
+    declared here."""
+
+    family: ClassVar[str] = ""
+    """Name of the family, for messages."""
+    architectures: ClassVar[Mapping[str, str]] = {}
+    """Class in HF transformers of each `model_type`."""
+    fixed: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu"}
+    """Keys of config.json that have only one supported value."""
+    written: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu"}
+    """Keys with one value that are written to config.json."""
+    without_effect: ClassVar[tuple[str, ...]] = ()
+    """Keys of config.json that change no logit."""
+    hf_defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """Values of keys that config.json omits, by `model_type`, where they are not the defaults of the fields."""
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """Keys of config.json whose fields have another name here, by our name."""
 
     num_attention_heads: PositiveInt
     num_key_value_heads: PositiveInt
@@ -221,69 +327,6 @@ class GroupedQueryConfig(RotaryConfig):
     def rotary_size(self) -> int:
         """Size of a head: all of it is rotated."""
         return self.head_size
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Rules between the fields, as (field, message)."""
-        heads = self.num_attention_heads
-        kv_heads = self.num_key_value_heads
-        if heads % kv_heads:
-            yield "num_key_value_heads", f"is {kv_heads}, which does not divide num_attention_heads = {heads}"
-        yield from super().problems()
-
-    @classmethod
-    def hf_fields(cls, data: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
-        """The fields that a config.json has, by our names; it may omit the number of key and value heads."""
-        values = super().hf_fields(data, default_theta)
-        if values.get("num_key_value_heads") is None:
-            defaults = {f.name: f.default for f in dataclasses.fields(cls)}
-            values["num_key_value_heads"] = {**defaults, **values}["num_attention_heads"]
-        return values
-
-
-@in_written_order
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DenseConfig(GroupedQueryConfig):
-    """Shape of a decoder that is a description: `shape_spec` decides its layers and the names of its parameters
-    (`models.dense`, or `models.sparse` with experts; `models.dense_names`). A family is a subclass with its fields and
-    its `shape_spec`."""
-
-    network: ClassVar[str] = "llmsuite.models.dense:DenseLM"
-    """Address of the class of the model, for `pkgutil.resolve_name`: `ScaledLM` where the description has a factor of
-    the embedding or of the logits, or a cap of the logits."""
-    uncut: ClassVar[str | None] = None
-    """The reason why the model cannot be cut over tensor parallel ranks; None where it can."""
-    family: ClassVar[str] = ""
-    """Name of the family, for messages."""
-    architectures: ClassVar[Mapping[str, str]] = {}
-    """Class in HF transformers of each `model_type`."""
-    fixed: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu"}
-    """Keys of config.json that have only one supported value."""
-    written: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu"}
-    """Keys with one value that are written to config.json."""
-    without_effect: ClassVar[tuple[str, ...]] = ()
-    """Keys of config.json that change no logit."""
-    hf_defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """Values of keys that config.json omits, by `model_type`, where they are not the defaults of the fields."""
-    renamed: ClassVar[Mapping[str, str]] = {}
-    """Keys of config.json whose fields have another name here, by our name."""
-    hf_parts: ClassVar[Mapping[str, str]] = {}
-    """Modules and parameters of a layer that have another name in HF's files than here, by our name. Several modules
-    with one name are joined in one matrix there, in this order. `{}` in a name stands for the number of an expert;
-    experts without it are one stack of matrices there too."""
-    not_loaded: ClassVar[tuple[str, ...]] = ()
-    """Beginnings of the names of tensors in HF's files that the model does not have."""
-    shared_key: ClassVar[str] = "n_shared_experts x moe_intermediate_size"
-    """The fields that give the width of the shared experts, for messages."""
-
-    has_linear_attention: ClassVar[bool] = False
-    """True for a family with linear attention (`shape_spec.GatedDelta`)."""
-    stores_mtp: ClassVar[bool] = False
-    """True for a family with shared experts whose files may have layers for multi-token prediction (`models.mtp`)."""
-
-    @property
-    def num_routed_experts(self) -> int:
-        """Number of routed experts of a layer; 0 for a model without experts."""
-        return 0 if self.experts_key is None else getattr(self, self.experts_key)
 
     @classmethod
     def from_hf(cls, data: Mapping[str, Any]) -> Self:
@@ -303,6 +346,15 @@ class DenseConfig(GroupedQueryConfig):
         moved = {key: rope[key] for key in rope if key in defaults}
         return cls(**cls.hf_fields({**omitted, **moved, **data}, cls.rope_theta))
 
+    @classmethod
+    def hf_fields(cls, data: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
+        """The fields that a config.json has, by our names; it may omit the number of key and value heads."""
+        values = super().hf_fields(data, default_theta)
+        if values.get("num_key_value_heads") is None:
+            defaults = {f.name: f.default for f in dataclasses.fields(cls)}
+            values["num_key_value_heads"] = {**defaults, **values}["num_attention_heads"]
+        return values
+
     def to_hf(self) -> dict[str, Any]:
         """The content of a config.json that HF transformers reads."""
         shape = dataclasses.asdict(self)
@@ -315,6 +367,10 @@ class DenseConfig(GroupedQueryConfig):
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules between the fields, as (field, message)."""
         yield from self.head_problems()
+        heads = self.num_attention_heads
+        kv_heads = self.num_key_value_heads
+        if heads % kv_heads:
+            yield "num_key_value_heads", f"is {kv_heads}, which does not divide num_attention_heads = {heads}"
         yield from super().problems()
 
     def head_problems(self) -> Iterator[tuple[str, str]]:
@@ -325,39 +381,11 @@ class DenseConfig(GroupedQueryConfig):
         elif self.head_size % 2:
             yield "head_dim", f"is {self.head_size}; rotary positions need an even head size"
 
-    def shape_spec(self) -> ShapeSpec:
-        """The description of the model."""
-        raise AssertionError(f"{type(self).__name__} has no shape_spec")
-
     def grouped_query(self, **choices: Any) -> GroupedQuery:
         """The attention of the config's sizes, with the fields in `choices`."""
         return GroupedQuery(
             heads=self.num_attention_heads, kv_heads=self.num_key_value_heads, head_size=self.head_size, **choices
         )
-
-    def layer(
-        self, attention: GroupedQuery | GatedDelta, mlp: GatedMLP | GeluMLP | MoE | None = None, **choices: Any
-    ) -> LayerSpec:
-        """A layer of an attention and an MLP (None: one without biases or experts), with the fields in `choices`."""
-        if mlp is None:
-            mlp = GatedMLP(width=self.intermediate_size)
-        return LayerSpec(attention=attention, mlp=mlp, **choices)
-
-    def decoder(self, layers: LayerSpec | Sequence[LayerSpec], **choices: Any) -> ShapeSpec:
-        """The model of these layers, or of one that is repeated, with the fields in `choices`."""
-        if isinstance(layers, LayerSpec):
-            layers = [layers] * self.num_hidden_layers
-        return ShapeSpec(hidden=self.hidden_size, vocabulary=self.vocab_size, layers=layers, **choices)
-
-    @property
-    def paddlenlp_prefix(self) -> str | None:
-        """The prefix that PaddleNLP writes instead of `model.`; None where it has no such model."""
-        return None
-
-    @property
-    def gguf_interleaves(self) -> bool:
-        """True where GGUF has the rotary halves of queries and keys as neighbours."""
-        return False
 
 
 @in_written_order

@@ -13,7 +13,7 @@ from typing import Any
 from llmsuite.models.head import head_shapes, is_tied
 from llmsuite.models.hf_tensors import HfTensors
 from llmsuite.models.mtp import num_layers, num_mtp_layers
-from llmsuite.models.shape_spec import GatedDelta
+from llmsuite.models.shape_spec import GatedDelta, GroupedQuery, Latent, ShapeSpec
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -22,18 +22,20 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\..*")
 _STACKED = re.compile(r"(.*\.)mlp\.experts\.((?:gate|up|down)_proj)\.weight")
 
 
-def decoder_shapes(config: Any, layer: Callable[[int], Shapes], norm: str = "rms") -> Shapes:
+def decoder_shapes(config: Any, spec: ShapeSpec, layer: Callable[[int], Shapes]) -> Shapes:
     """Every parameter of a decoder, in the order of the layers, with its shape.
 
     Args:
-        config: has vocab_size, hidden_size, num_hidden_layers and what its head needs.
+        config: has num_hidden_layers, max_position_embeddings and what its head needs.
+        spec: its description.
         layer: maps the index of a layer to its parameters.
-        norm: kind of the last norm, see `shape_spec.Norm`.
     """
-    shapes: Shapes = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
+    shapes: Shapes = {"model.embed_tokens.weight": (spec.vocabulary, spec.hidden)}
     for i in range(num_layers(config)):
         shapes |= {f"model.layers.{i}.{part}": shape for part, shape in layer(i).items()}
-    shapes |= {f"model.norm.{part}": shape for part, shape in norm_shapes(config.hidden_size, norm).items()}
+    shapes |= {f"model.norm.{part}": shape for part, shape in norm_shapes(spec.hidden, spec.norm).items()}
+    if spec.learned_positions:
+        shapes["model.embed_positions.weight"] = (config.max_position_embeddings, spec.hidden)
     return {**shapes, **head_shapes(config)}
 
 
@@ -43,32 +45,33 @@ def norm_shapes(size: int, kind: str) -> Shapes:
     return shapes | {"bias": (size,)} if kind == "layer" else shapes
 
 
-def layer_shapes(hidden: int, attention: Shapes, mlp: Shapes) -> Shapes:
-    """The parameters of `blocks.DecoderLayer`."""
-    return {
-        "input_layernorm.weight": (hidden,),
-        **{f"self_attn.{part}": shape for part, shape in attention.items()},
-        "post_attention_layernorm.weight": (hidden,),
-        **{f"mlp.{part}": shape for part, shape in mlp.items()},
-    }
-
-
-def attention_shapes(
-    config: Any,
-    qkv_bias: bool = False,
-    o_bias: bool = False,
-    qk_norms: tuple[int, int] | None = None,
-    gated: bool = False,
-) -> Shapes:
-    """The parameters of `blocks.Attention`; `qk_norms` are the sizes of the norms of queries and keys, where it has
-    them, and with `gated` the matrix of queries has gates too."""
-    hidden = config.hidden_size
-    queries, keys = (heads * config.head_size for heads in (config.num_attention_heads, config.num_key_value_heads))
+def attention_shapes(hidden: int, what: GroupedQuery) -> Shapes:
+    """The parameters of `blocks.Attention` and `dense.DenseAttention`."""
+    queries = what.heads * what.head_size
+    keys = what.kv_heads * what.head_size
     shapes: Shapes = {}
-    for part, size in zip("qkv", (2 * queries if gated else queries, keys, keys)):
-        shapes |= _matrix(f"{part}_proj", hidden, size, qkv_bias)
-    shapes |= _matrix("o_proj", queries, hidden, o_bias)
-    return shapes | {f"{part}_norm.weight": (size,) for part, size in zip("qk", qk_norms or ())}
+    for part, size in zip("qkv", (2 * queries if what.gated else queries, keys, keys)):
+        shapes |= _matrix(f"{part}_proj", hidden, size, what.biased)
+    shapes |= _matrix("o_proj", queries, hidden, what.output_biased)
+    if what.normed is None:
+        return shapes
+    sizes = (queries, keys) if what.normed == "whole" else (what.head_size, what.head_size)
+    return shapes | {f"{part}_norm.weight": (size,) for part, size in zip("qk", sizes)}
+
+
+def latent_shapes(hidden: int, what: Latent) -> Shapes:
+    """The parameters of `latent_attention.LatentAttention`."""
+    width = what.heads * (what.nope + what.rope)
+    if what.q_rank is None:
+        shapes = _matrix("q_proj", hidden, width, bias=False)
+    else:
+        shapes = _matrix("q_a_proj", hidden, what.q_rank, bias=False)
+        shapes["q_a_layernorm.weight"] = (what.q_rank,)
+        shapes |= _matrix("q_b_proj", what.q_rank, width, bias=False)
+    shapes |= _matrix("kv_a_proj_with_mqa", hidden, what.kv_rank + what.rope, bias=False)
+    shapes["kv_a_layernorm.weight"] = (what.kv_rank,)
+    shapes |= _matrix("kv_b_proj", what.kv_rank, what.heads * (what.nope + what.value), bias=False)
+    return shapes | _matrix("o_proj", what.heads * what.value, hidden, bias=False)
 
 
 def gelu_mlp_shapes(hidden: int, width: int, bias: bool) -> Shapes:

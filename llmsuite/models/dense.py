@@ -21,6 +21,7 @@ from llmsuite.base.typing import Tensor
 from llmsuite.devices.masks import causal_mask, document_mask
 from llmsuite.devices.ops import Ops, capped_attention
 from llmsuite.models.blocks import (
+    ZEROS,
     Attention,
     DecoderLayer,
     GatedMLP,
@@ -33,10 +34,12 @@ from llmsuite.models.blocks import (
     halves,
     linear,
 )
-from llmsuite.models.decoder_config import DenseConfig
+from llmsuite.models.decoder_config import DecoderConfig
 from llmsuite.models.gated_delta import GatedDeltaAttention
 from llmsuite.models.head import head_of
-from llmsuite.models.shape_spec import GatedDelta, GroupedQuery, LayerSpec, Norm
+from llmsuite.models.latent_attention import LatentAttention
+from llmsuite.models.rotation import positions
+from llmsuite.models.shape_spec import GatedDelta, GroupedQuery, Latent, LayerSpec, Norm, input_kind
 from llmsuite.models.shape_spec import GatedMLP as GatedMLPSpec
 from llmsuite.models.shape_spec import GeluMLP as GeluMLPSpec
 
@@ -57,9 +60,9 @@ class OffsetRMSNorm(RMSNorm):
 class DenseAttention(Attention):
     """Grouped-query attention with every switch of `shape_spec.GroupedQuery`."""
 
-    def __init__(self, config: DenseConfig, ops: Ops, spec: GroupedQuery, norm: Norm):
+    def __init__(self, config: DecoderConfig, ops: Ops, spec: GroupedQuery, norm: Norm):
         """`norm` is the kind of the norms of queries and keys."""
-        super().__init__(config, ops, spec.biased, spec.output_biased, interleaved=spec.interleaved)
+        super().__init__(config.hidden_size, config.norm_eps, ops, spec)
         self.rounds_activations = False  # scales, caps and norms take queries and keys in full precision
         if spec.score_cap is not None:
             self.core = _capped_core(spec.score_cap, ops.decoding.heads_first)
@@ -77,20 +80,20 @@ class DenseAttention(Attention):
             if spec.normed == "whole":
                 q_size *= spec.heads
                 kv_size *= spec.kv_heads
-            self.q_norm = make_norm(norm, q_size, config.rms_norm_eps, ops)
-            self.k_norm = make_norm(norm, kv_size, config.rms_norm_eps, ops)
+            self.q_norm = make_norm(norm, q_size, config.norm_eps, ops)
+            self.k_norm = make_norm(norm, kv_size, config.norm_eps, ops)
 
     def forward(
         self,
         x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
         mask: Tensor | None,
         past: LayerCache | None = None,
         of_queries: Sequence[Tensor] = (),
     ) -> tuple[Tensor, LayerCache]:
-        """x [B, L, D] to [B, L, D] and the cache, with the arguments of `Attention.forward`; `of_queries` are cos and
-        sin of queries where they are not those of keys."""
+        """x [B, L, D] to [B, L, D] and the cache, with the arguments of `Attention.forward`: cos and sin are None in a
+        model without rotary positions. `of_queries` are cos and sin of queries where they are not those of keys."""
         projections = [self.q_proj, self.k_proj, self.v_proj]
         q, k, v = self.apply_linears(projections, x, None)
         gate = None
@@ -102,6 +105,8 @@ class DenseAttention(Attention):
         if self.norms_at == "heads":
             q, k = self._normed(q, k)
         if self.rotates:
+            assert cos is not None
+            assert sin is not None
             q = self._rotated(q, *(of_queries or (cos, sin)))
             k = self._rotated(k, cos, sin)
         if self.norms_at == "rotated":
@@ -152,10 +157,10 @@ class DenseLayer(DecoderLayer):
     """A decoder layer with norms before attention and MLP, after them or both, or one norm that both read, and scaled
     residuals."""
 
-    def __init__(self, config: DenseConfig, ops: Ops, spec: LayerSpec, kind: int):
+    def __init__(self, config: DecoderConfig, ops: Ops, spec: LayerSpec, kind: int):
         """`kind` is the index of its attention among the kinds of the model (`RotaryLM`); linear attention comes after
         them."""
-        norm = functools.partial(make_norm, spec.norm, config.hidden_size, config.rms_norm_eps, ops)
+        norm = functools.partial(make_norm, spec.norm, config.hidden_size, config.norm_eps, ops)
         before: list[nn.Layer | None] = [None, None]
         after: list[nn.Layer | None] = [None, None]
         if spec.norms in ("before", "both"):
@@ -204,24 +209,26 @@ def _normed(norm: nn.Layer | None, x: Tensor) -> Tensor:
 class DenseLM(RotaryLM):
     """A dense decoder whose embedding and logits are plain."""
 
-    def __init__(self, config: DenseConfig, ops: Ops):
+    def __init__(self, config: DecoderConfig, ops: Ops):
         spec = config.shape_spec()
         assert isinstance(self, Scaled) or not spec.is_scaled, f"{type(config).__name__}.network has to be ScaledLM"
+        has_positions = isinstance(self, LearnedPositionsLM)
+        assert has_positions == spec.learned_positions, f"{type(config).__name__}.network has to be LearnedPositionsLM"
         if any(layer.score_cap is not None for layer in spec.layers):  # its attention takes plain masks
             ops = dataclasses.replace(ops, causal_mask=causal_mask, document_mask=document_mask)
         kinds = spec.attention_kinds
         layers = [_make_layer(config, ops, layer, kinds, spec.has_states) for layer in spec.layers]
-        norm = make_norm(spec.norm, config.hidden_size, config.rms_norm_eps, ops)
+        norm = make_norm(spec.norm, config.hidden_size, config.norm_eps, ops)
         growth = {layer.attention.growth for layer in spec.layers if isinstance(layer.attention, GroupedQuery)}
-        super().__init__(config, ops, layers, norm, kinds, growth.pop(), spec.has_states)
-        assert not growth, "the queries of all layers grow alike"
+        assert len(growth) < 2, "the queries of all layers grow alike"
+        super().__init__(config, ops, layers, norm, kinds, next(iter(growth), None), spec.has_states)
         assert self._growth is None or not spec.has_states, "inputs of queries that grow, and of linear attention"
 
 
 class Scaled(RotaryLM):
     """Factors of the embedding and of the logits, and a cap of the logits: for a decoder that derives from it first."""
 
-    def __init__(self, config: DenseConfig, ops: Ops, *parts: Any):
+    def __init__(self, config: DecoderConfig, ops: Ops, *parts: Any):
         super().__init__(config, ops, *parts)
         spec = config.shape_spec()
         self.embedding_scale = spec.embedding_scale
@@ -257,6 +264,37 @@ class ScaledLM(Scaled, DenseLM):
     """A dense decoder with factors of the embedding and of the logits, and a cap of the logits."""
 
 
+class LearnedPositionsLM(DenseLM):
+    """A dense decoder that adds an embedding of positions to that of tokens, and rotates nothing."""
+
+    def __init__(self, config: DecoderConfig, ops: Ops):
+        super().__init__(config, ops)
+        self.model.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size, weight_attr=ZEROS)
+
+    def embed(self, input_ids: Tensor, start: int = 0, document_starts: Tensor | None = None) -> Tensor:
+        """Input ids [B, L] at the positions from `start`, or from there in their documents, to the input of the first
+        layer, [B, L, D]."""
+        end = start + input_ids.shape[1]
+        # a row of several documents may be longer than any of them
+        assert document_starts is not None or end <= self.config.max_position_embeddings, f"no positions up to {end}"
+        at = paddle.arange(start, end).unsqueeze(0) if document_starts is None else start + positions(document_starts)
+        return self.embed_at(input_ids, at)
+
+    def embed_at(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Input ids [B, L] at the positions [B, L] or [1, L] to the input of the first layer, [B, L, D]."""
+        return self.model.embed_tokens(input_ids) + self.model.embed_positions(positions)
+
+    def layer_inputs(
+        self, start: int, length: int, dtype: Any, document_starts: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
+        """The mask, with None in the places of cos and sin."""
+        return (None, None, *self.masks(start, length, dtype, document_starts))
+
+    def layer_inputs_at(self, positions: Tensor, mask: Any, dtype: Any) -> tuple[Tensor | None, ...]:
+        """The mask, with None in the places of cos and sin."""
+        return (None, None, mask)
+
+
 def make_norm(kind: Norm, size: int, eps: float, ops: Ops) -> nn.Layer:
     """A norm over the last dim, of this size."""
     if kind in ("layer", "layer_gain"):
@@ -264,14 +302,17 @@ def make_norm(kind: Norm, size: int, eps: float, ops: Ops) -> nn.Layer:
     return OffsetRMSNorm(size, eps, ops) if kind == "offset_rms" else RMSNorm(size, eps, ops)
 
 
-def make_attention(config: DenseConfig, ops: Ops, spec: LayerSpec) -> Attention | GatedDeltaAttention:
+def make_attention(
+    config: DecoderConfig, ops: Ops, spec: LayerSpec
+) -> Attention | LatentAttention | GatedDeltaAttention:
     """The attention of a layer."""
     what = spec.attention
     if isinstance(what, GatedDelta):
-        return GatedDeltaAttention(config.hidden_size, config.rms_norm_eps, ops, what)
-    assert isinstance(what, GroupedQuery)
+        return GatedDeltaAttention(config.hidden_size, config.norm_eps, ops, what)
+    if isinstance(what, Latent):
+        return LatentAttention(config.hidden_size, ops, what)
     if what.is_plain and not (what.normed and spec.norm == "offset_rms"):
-        return Attention(config, ops, what.biased, what.output_biased, what.normed == "heads", what.interleaved)
+        return Attention(config.hidden_size, config.norm_eps, ops, what)
     return DenseAttention(config, ops, what, spec.norm)
 
 
@@ -280,11 +321,10 @@ def kind_of(spec: LayerSpec, kinds: Sequence[tuple[int, int | None]]) -> int:
     what = spec.attention
     if isinstance(what, GatedDelta):
         return len(kinds)
-    assert isinstance(what, GroupedQuery)
-    return kinds.index((what.rotation, what.window))
+    return kinds.index(input_kind(what))
 
 
-def make_mlp(config: DenseConfig, ops: Ops, spec: LayerSpec) -> GatedMLP | GeluMLP:
+def make_mlp(config: DecoderConfig, ops: Ops, spec: LayerSpec) -> GatedMLP | GeluMLP:
     """The MLP of a layer."""
     what = spec.mlp
     if isinstance(what, GeluMLPSpec):
@@ -295,11 +335,11 @@ def make_mlp(config: DenseConfig, ops: Ops, spec: LayerSpec) -> GatedMLP | GeluM
 
 
 def _make_layer(
-    config: DenseConfig, ops: Ops, spec: LayerSpec, kinds: tuple[tuple[int, int | None], ...], has_states: bool
+    config: DecoderConfig, ops: Ops, spec: LayerSpec, kinds: tuple[tuple[int, int | None], ...], has_states: bool
 ) -> DecoderLayer:
     what = spec.attention
     grows = isinstance(what, GroupedQuery) and what.growth is not None
     if not spec.has_plain_residuals or len(kinds) > 1 or grows or has_states:
         return DenseLayer(config, ops, spec, kind_of(spec, kinds))
-    norms = [make_norm(spec.norm, config.hidden_size, config.rms_norm_eps, ops) for _ in range(2)]
+    norms = [make_norm(spec.norm, config.hidden_size, config.norm_eps, ops) for _ in range(2)]
     return DecoderLayer(norms[0], make_attention(config, ops, spec), norms[1], make_mlp(config, ops, spec))

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from llmsuite.models import gguf_names
-from llmsuite.models.decoder_config import DenseConfig
+from llmsuite.models.decoder_config import DecoderConfig, DenseConfig
 from llmsuite.models.decoder_names import (
     Shapes,
     attention_shapes,
@@ -23,66 +23,72 @@ from llmsuite.models.decoder_names import (
     expert_tensors,
     gelu_mlp_shapes,
     is_of_untrained_mtp,
+    latent_shapes,
     mlp_shapes,
     mtp_copies,
     mtp_shapes,
     norm_shapes,
 )
-from llmsuite.models.head import SCORE
+from llmsuite.models.head import OUTPUT, SCORE
 from llmsuite.models.hf_tensors import HfTensors
-from llmsuite.models.shape_spec import GatedDelta, GatedMLP, GeluMLP, GroupedQuery, LayerSpec, MoE
+from llmsuite.models.shape_spec import GatedDelta, GatedMLP, GeluMLP, GroupedQuery, Latent, LayerSpec, MoE
 
 if TYPE_CHECKING:
     import numpy as np
 
-_LINEAR = ("_proj.weight", "_conv.weight", ".mlp.gate.weight", "_expert_gate.weight", "lm_head.weight", SCORE)
+_LINEAR = (
+    *("_proj.weight", "_proj_with_mqa.weight", "_conv.weight", ".mlp.gate.weight", "_expert_gate.weight"),
+    *(OUTPUT, SCORE),
+)
 _IGNORED = re.compile(r".*rotary_emb\.inv_freq")
-_LAYER = re.compile(r"(?P<layer>model\.layers\.(?P<number>\d+))\.(?P<part>(?P<module>.+)\.(?P<kind>\w+))")
+_LAYER = re.compile(r"model\.layers\.(?P<number>\d+)\.(?P<part>(?P<module>.+)\.(?P<kind>\w+))")
 
 
 class DenseNames:
-    """`ModelFamily.names` of a decoder whose config is a `DenseConfig`."""
+    """`ModelFamily.names` of a decoder whose config is a `DecoderConfig`."""
 
-    def parameter_names(self, config: DenseConfig) -> Iterator[str]:
+    def parameter_names(self, config: DecoderConfig) -> Iterator[str]:
         """Every parameter of the model, in the order of the layers."""
         yield from self.parameter_shapes(config)
 
-    def parameter_shapes(self, config: DenseConfig) -> Shapes:
+    def parameter_shapes(self, config: DecoderConfig) -> Shapes:
         """Every parameter of the model, in the order of the layers, with its shape."""
         spec = config.shape_spec()
-        return decoder_shapes(config, lambda number: _layer_shapes(config, spec.layers[number]), spec.norm)
+        return decoder_shapes(config, spec, lambda number: _layer_shapes(config.hidden_size, spec.layers[number]))
 
     def is_linear(self, name: str) -> bool:
         """True if HF stores this parameter transposed, as [outputs, inputs], or a convolution as [channels, 1, taps];
         if it is a stack, each of its matrices."""
         return name.endswith(_LINEAR)
 
-    def hf_tensors(self, name: str, config: DenseConfig) -> HfTensors:
+    def hf_tensors(self, name: str, config: DecoderConfig) -> HfTensors:
         """The tensor of an HF model that holds a parameter, or the part of one, or those that are stacked in it."""
         stack = expert_tensors(name, config.num_routed_experts, config.hf_parts)
         if stack is not None:
             return stack
         match = _LAYER.fullmatch(name)
         if match is None:
-            return HfTensors((name,))
-        if match["part"] in config.hf_parts:
-            return HfTensors((f"{match['layer']}.{config.hf_parts[match['part']]}",))
-        theirs = config.hf_parts.get(match["module"])
-        if theirs is None:
-            return HfTensors((name,))
-        tensor = (f"{match['layer']}.{theirs}.{match['kind']}",)
+            module, _, kind = name.rpartition(".")
+            return HfTensors((f"{config.hf_modules.get(module, module)}.{kind}",))
+        layer = f"{config.hf_modules.get('model.layers', 'model.layers')}.{match['number']}"
+        theirs = config.hf_parts.get(match["part"])
+        if theirs is not None:
+            return HfTensors((f"{layer}.{theirs}",))
+        theirs = config.hf_parts.get(match["module"], match["module"])
+        tensor = (f"{layer}.{theirs}.{match['kind']}",)
         joined = [module for module, other in config.hf_parts.items() if other == theirs]
-        if len(joined) == 1:
-            return HfTensors(tensor)
-        shapes = _layer_shapes(config, config.shape_spec().layers[int(match["number"])])
+        is_reversed = match["module"] in config.hf_reversed
+        if len(joined) < 2:
+            return HfTensors(tensor, is_reversed=is_reversed)
+        shapes = _layer_shapes(config.hidden_size, config.shape_spec().layers[int(match["number"])])
         sizes = tuple(shapes[f"{module}.{match['kind']}"][-1] for module in joined)
-        return HfTensors(tensor, part=joined.index(match["module"]), sizes=sizes)
+        return HfTensors(tensor, part=joined.index(match["module"]), sizes=sizes, is_reversed=is_reversed)
 
-    def from_hf(self, name: str, config: DenseConfig) -> str | None:
+    def from_hf(self, name: str, config: DecoderConfig) -> str | None:
         """The full name of a tensor in an HF file; None for one that is computed, or that the model does not have."""
         return None if _IGNORED.fullmatch(name) or name.startswith(config.not_loaded) else name
 
-    def paddlenlp_prefix(self, config: DenseConfig) -> str | None:
+    def paddlenlp_prefix(self, config: DecoderConfig) -> str | None:
         """The prefix that PaddleNLP writes instead of `model.`; None where it has no such model."""
         return config.paddlenlp_prefix
 
@@ -90,18 +96,18 @@ class DenseNames:
 class DenseMtpNames(DenseNames):
     """`DenseNames` of a family whose files may have MTP layers (`llmsuite.models.mtp`)."""
 
-    def hf_tensors(self, name: str, config: DenseConfig) -> HfTensors:
+    def hf_tensors(self, name: str, config: DecoderConfig) -> HfTensors:
         """The tensor of an HF model that holds a parameter; published MTP layers have copies of the embedding and the
         output projection."""
         copies = tuple(mtp_copies(config).get(name, ()))
         return dataclasses.replace(super().hf_tensors(name, config), copies=copies)
 
-    def from_hf(self, name: str, config: DenseConfig) -> str | None:
+    def from_hf(self, name: str, config: DecoderConfig) -> str | None:
         """The full name of a tensor in an HF file; None for one that is computed, a copy, or of a layer after the
         last."""
         return super().from_hf(name, config) if belongs_to_model(name, config) else None
 
-    def is_carried(self, name: str, config: DenseConfig) -> bool:
+    def is_carried(self, name: str, config: DecoderConfig) -> bool:
         """True if a tensor of an HF file belongs to an MTP layer of a model that does not train them."""
         return is_of_untrained_mtp(name, config)
 
@@ -140,16 +146,14 @@ MTP_NAMES = DenseMtpNames()
 GGUF_NAMES = DenseGgufNames()
 
 
-def _layer_shapes(config: DenseConfig, layer: LayerSpec) -> Shapes:
+def _layer_shapes(hidden: int, layer: LayerSpec) -> Shapes:
     """The parameters of a layer, in the order that `blocks.DecoderLayer` and `dense.DenseLayer` have them."""
-    hidden = config.hidden_size
-    parts = _attention_shapes(config, layer.attention)
     norm = norm_shapes(hidden, layer.norm)
     none: Shapes = {}
     after = norm if layer.norms in ("after", "both") else none
     modules = {
         "input_layernorm": none if layer.norms == "after" else norm,
-        "self_attn": parts,
+        "self_attn": _attention_shapes(hidden, layer.attention),
         "post_attention_layernorm": norm if layer.norms in ("before", "both") else none,
         "mlp": _mlp_shapes(hidden, layer.mlp),
         "post_self_attn_layernorm": after,
@@ -159,16 +163,14 @@ def _layer_shapes(config: DenseConfig, layer: LayerSpec) -> Shapes:
     return found | mtp_shapes(hidden) if layer.is_mtp else found
 
 
-def _attention_shapes(config: DenseConfig, attention: Any) -> Shapes:
-    """The parameters of grouped-query or linear attention."""
+def _attention_shapes(hidden: int, attention: Any) -> Shapes:
+    """The parameters of grouped-query, latent or linear attention."""
     if isinstance(attention, GatedDelta):
-        return delta_shapes(config.hidden_size, attention)
+        return delta_shapes(hidden, attention)
+    if isinstance(attention, Latent):
+        return latent_shapes(hidden, attention)
     assert isinstance(attention, GroupedQuery)
-    qk_norms = None
-    if attention.normed is not None:
-        counts = (attention.heads, attention.kv_heads) if attention.normed == "whole" else (1, 1)
-        qk_norms = (counts[0] * attention.head_size, counts[1] * attention.head_size)
-    return attention_shapes(config, attention.biased, attention.output_biased, qk_norms, attention.gated)
+    return attention_shapes(hidden, attention)
 
 
 def _mlp_shapes(hidden: int, mlp: Any) -> Shapes:

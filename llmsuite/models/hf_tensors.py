@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     import numpy as np
 
 _Dim = TypeVar("_Dim")
-_CONVOLUTION = "conv1d.weight"
-"""End of the names of convolutions of single channels."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +27,9 @@ class HfTensors:
     is one parameter."""
     copies: tuple[str, ...] = ()
     """Tensors that are written with the same values, and not read."""
+    is_reversed: bool = False
+    """True where HF stores all dims in the other order, such as those of a convolution, [channels, 1, taps]; else only
+    the last two, those of a matrix, change places."""
 
     @property
     def num_parts(self) -> int:
@@ -43,20 +44,12 @@ class HfTensors:
         start = sum(self.sizes[: self.part])
         return slice(start, start + self.sizes[self.part])
 
+    def transposed_dims(self, dims: Sequence[_Dim]) -> tuple[_Dim, ...]:
+        """Values for the dims of a tensor in the other order: from HF's to ours, or from ours to HF's."""
+        if self.is_reversed:
+            return tuple(dims[::-1])
+        return (*dims[:-2], *dims[-2:][::-1])
 
-def transposed_dims(theirs: str, dims: Sequence[_Dim]) -> tuple[_Dim, ...]:
-    """Values for the dims of a tensor in the other order: of HF's [outputs, inputs] or of ours, [inputs, outputs].
-
-    Args:
-        theirs: name of the tensor in HF's files.
-        dims: of a matrix or a stack of matrices, of which the last two change places; or of a convolution, which HF
-            stores as [channels, 1, taps].
-    """
-    if theirs.endswith(_CONVOLUTION):
-        return tuple(dims[::-1])
-    return (*dims[:-2], *dims[-2:][::-1])
-
-
-def transposed(theirs: str, value: np.ndarray) -> np.ndarray:
-    """The values of a tensor in the other order of its dims, see `transposed_dims`."""
-    return value.transpose(transposed_dims(theirs, range(value.ndim)))
+    def transposed(self, value: np.ndarray) -> np.ndarray:
+        """The values of a tensor in the other order of its dims."""
+        return value.transpose(self.transposed_dims(range(value.ndim)))

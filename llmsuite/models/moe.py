@@ -136,19 +136,6 @@ class GatedSharedMoE(nn.Layer):
         return routed + F.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
 
 
-class LayerWithoutExperts(DecoderLayer):
-    """A layer without experts, in a model that has some in others."""
-
-    def forward(self, x: Tensor, *inputs: Any, past: LayerCache | None = None) -> tuple[Tensor, LayerCache]:
-        """x [B, L, D] and the outputs of `CausalLM.layer_inputs` to [B, L, D] and the layer's cache."""
-        call = self.call
-        attended, present = call(
-            self.self_attn, call(self.input_layernorm, x), *inputs[slice(*self.attention_inputs)], past
-        )
-        x = x + attended
-        return x + call(self.mlp, call(self.post_attention_layernorm, x)), present
-
-
 class MoELayer(DecoderLayer):
     """A layer whose MLP is a `MoE`, or has the same signature."""
 
@@ -238,7 +225,7 @@ class MTPLayer(MoELayer):
 
 
 class MoELM(RotaryLM):
-    """A decoder whose layers are `MoELayer` and `LayerWithoutExperts`."""
+    """A decoder some of whose layers are `MoELayer`."""
 
     def layer_inputs(
         self, start: int, length: int, dtype: Any, document_starts: Tensor | None = None

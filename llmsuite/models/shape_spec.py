@@ -1,7 +1,7 @@
 """The description of a decoder: the sizes of its parts, and the choices in which architectures differ.
 
 `llmsuite plan` derives from it the FLOPs, memory and messages of each layer. For a dense decoder
-(`decoder_config.DenseConfig.shape_spec`) it is all there is: `models.dense` builds the layers from it, and
+(`decoder_config.DecoderConfig.shape_spec`) it is all there is: `models.dense` builds the layers from it, and
 `dense_names` the names of the parameters. Imports no Paddle.
 """
 
@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedQuery:
-    """Grouped-query attention: `blocks.Attention` and `dense.DenseAttention`; without `rotary`, also GPT's."""
+    """Grouped-query attention: `blocks.Attention` and `dense.DenseAttention`."""
 
     heads: int
     kv_heads: int
@@ -22,7 +22,7 @@ class GroupedQuery:
     rotary: bool = True
     """False where queries and keys are not rotated: attention without positions."""
     rotation: int = 0
-    """Index of the rotary table among those of the config (`RotaryConfig.rotations`)."""
+    """Index of the rotary table among those of the config (`DecoderConfig.rotations`)."""
     rotary_size: int | None = None
     """Number of the first elements of a head that are rotated; None for all."""
     interleaved: bool = False
@@ -61,17 +61,21 @@ class GroupedQuery:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Latent:
-    """Sizes of DeepSeek's multi-head latent attention."""
+    """DeepSeek's multi-head latent attention (`latent_attention.LatentAttention`)."""
 
     heads: int
     q_rank: int | None
+    """Width that queries are compressed to; None for no compression."""
     kv_rank: int
+    """Width that keys and values are compressed to."""
     nope: int
     """Size of the part of a query and key head without rotary positions."""
     rope: int
     """Size of the part with rotary positions."""
     value: int
     """Size of a value head."""
+    score_factor: float = 1.0
+    """Factor of the scores, in addition to 1 / sqrt(nope + rope)."""
 
     @property
     def width(self) -> int:
@@ -177,6 +181,11 @@ class MoE:
     """Factor of the weights of a token's experts."""
 
 
+def input_kind(what: GroupedQuery | Latent) -> tuple[int, int | None]:
+    """The (rotation, window) of an attention, by which its inputs are chosen."""
+    return (what.rotation, what.window) if isinstance(what, GroupedQuery) else (0, None)
+
+
 LAYER_NORMS = frozenset(
     {"input_layernorm", "post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"}
 )
@@ -265,9 +274,8 @@ class ShapeSpec:
     def attention_kinds(self) -> tuple[tuple[int, int | None], ...]:
         """The different (rotation, window) of the layers without linear attention, in order: the model makes the inputs
         of each kind once."""
-        attentions = [layer.attention for layer in self.layers if not isinstance(layer.attention, GatedDelta)]
-        kinds = [(a.rotation, a.window) if isinstance(a, GroupedQuery) else (0, None) for a in attentions]
-        return tuple(dict.fromkeys(kinds))
+        attentions = [layer.attention for layer in self.layers]
+        return tuple(dict.fromkeys(input_kind(what) for what in attentions if not isinstance(what, GatedDelta)))
 
     @property
     def is_scaled(self) -> bool:

@@ -10,10 +10,10 @@ from paddle import nn
 
 from llmsuite.devices.ops import Ops
 from llmsuite.models.blocks import DecoderLayer, GatedMLP
-from llmsuite.models.decoder_config import DenseConfig
+from llmsuite.models.decoder_config import DecoderConfig
 from llmsuite.models.dense import Scaled, make_attention, make_mlp, make_norm
 from llmsuite.models.experts import Experts
-from llmsuite.models.moe import Gate, GatedSharedMoE, LayerWithoutExperts, MoE, MoELayer, MoELM, MTPLayer
+from llmsuite.models.moe import Gate, GatedSharedMoE, MoE, MoELayer, MoELM, MTPLayer
 from llmsuite.models.shape_spec import GatedDelta, LayerSpec
 from llmsuite.models.shape_spec import MoE as MoESpec
 
@@ -21,13 +21,13 @@ from llmsuite.models.shape_spec import MoE as MoESpec
 class SparseLM(MoELM):
     """A described decoder some of whose layers have experts."""
 
-    def __init__(self, config: DenseConfig, ops: Ops):
+    def __init__(self, config: DecoderConfig, ops: Ops):
         spec = config.shape_spec()
         assert isinstance(self, Scaled) or not spec.is_scaled, f"{type(config).__name__}.network has to be scaled"
         kinds = spec.attention_kinds
         assert len(kinds) == 1, "layers with experts take the inputs of one kind of attention, and of linear attention"
         layers = [_make_layer(config, ops, layer, spec.has_states) for layer in spec.layers]
-        norm = make_norm(spec.norm, config.hidden_size, config.rms_norm_eps, ops)
+        norm = make_norm(spec.norm, config.hidden_size, config.norm_eps, ops)
         super().__init__(config, ops, layers, norm, kinds, gives_positions=spec.has_states)
 
 
@@ -35,9 +35,9 @@ class ScaledSparseLM(Scaled, SparseLM):
     """A described decoder with experts, with factors of the embedding and of the logits, and a cap of the logits."""
 
 
-def _make_layer(config: DenseConfig, ops: Ops, spec: LayerSpec, has_states: bool) -> DecoderLayer:
+def _make_layer(config: DecoderConfig, ops: Ops, spec: LayerSpec, has_states: bool) -> DecoderLayer:
     layer = _layer_of_parts(config, ops, spec)
-    if has_states:  # the positions of tokens follow the three inputs of other attention
+    if has_states and isinstance(layer, MoELayer):  # the positions of tokens follow the inputs of other attention
         layer.num_inputs = 4
     if isinstance(spec.attention, GatedDelta):
         layer.keeps_state = True
@@ -45,18 +45,18 @@ def _make_layer(config: DenseConfig, ops: Ops, spec: LayerSpec, has_states: bool
     return layer
 
 
-def _layer_of_parts(config: DenseConfig, ops: Ops, spec: LayerSpec) -> LayerWithoutExperts | MoELayer:
+def _layer_of_parts(config: DecoderConfig, ops: Ops, spec: LayerSpec) -> DecoderLayer:
     assert spec.norms == "before", "layers with experts have norms before attention and MLP"
-    first, second = (make_norm(spec.norm, config.hidden_size, config.rms_norm_eps, ops) for _ in range(2))
+    first, second = (make_norm(spec.norm, config.hidden_size, config.norm_eps, ops) for _ in range(2))
     attention = make_attention(config, ops, spec)
     if not isinstance(spec.mlp, MoESpec):
         assert spec.residual_scale == 1.0, "only layers with experts have a factor of their residuals"
-        return LayerWithoutExperts(first, attention, second, make_mlp(config, ops, spec))
+        return DecoderLayer(first, attention, second, make_mlp(config, ops, spec))
     mixture = make_mixture(config.hidden_size, ops, spec.mlp)
     if spec.is_mtp:
         size = config.hidden_size
         return MTPLayer(
-            first, attention, second, mixture, size, lambda: make_norm(spec.norm, size, config.rms_norm_eps, ops)
+            first, attention, second, mixture, size, lambda: make_norm(spec.norm, size, config.norm_eps, ops)
         )
     return MoELayer(first, attention, second, mixture, spec.residual_scale)
 

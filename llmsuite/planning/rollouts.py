@@ -64,7 +64,7 @@ def _weight_bytes(layout: Layout, shape_spec: ShapeSpec, each_token: bool = Fals
 
 def _kept_up_values(parallel_plan: ParallelPlan, shape_spec: ShapeSpec) -> int:
     """Number of values that latent attentions hold in addition to their weights, see `keep_up_matrices` of
-    `models.deepseek.layers`."""
+    `models.latent_attention`."""
     if "round_attention_input" in parallel_plan.device.factory().fused(parallel_plan.engine.precision):
         return 0
     latent = [layer.attention for layer in shape_spec.layers if isinstance(layer.attention, Latent)]

@@ -16,7 +16,7 @@ CASES = sorted(
     f"{family}/{path.name}" for family in FAMILIES for path in (REFERENCE / family).iterdir() if path.is_dir()
 )
 """`family/case` of every model transformers has made logits with."""
-LINEAR = [name for name, family in FAMILIES.items() if getattr(family.config_cls, "has_linear_attention", False)]
+LINEAR = [name for name, family in FAMILIES.items() if family.config_cls(**family.smoke).shape_spec().has_states]
 """Families with linear attention."""
 PRESETS = [(family.name, preset) for family in FAMILIES.values() for preset in family.presets]
 

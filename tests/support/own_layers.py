@@ -49,7 +49,7 @@ def capped() -> Any:
         def __init__(self, config: Any, ops: Any):
             super().__init__(config, ops)
             for layer in self.model.layers:
-                layer.self_attn = CappedAttention(config, ops)
+                layer.self_attn = CappedAttention(config.hidden_size, config.norm_eps, ops, config.grouped_query())
 
     return Model
 

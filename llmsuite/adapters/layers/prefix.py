@@ -216,7 +216,7 @@ class PrefixInputs(InputForm):
             prefix = paddle.zeros([document_starts.shape[0], tokens], document_starts.dtype)
             document_starts = paddle.concat([prefix, document_starts], 1)
         inputs = model.layer_inputs(0, tokens + length, dtype, document_starts)
-        # the mask of each kind of attention comes after its rotation; with learned positions there is none before it
+        # the mask of each kind of attention comes after its rotation; layers of a plugin may take a mask alone
         mask_index = 0 if len(inputs) == 1 else 2
         # all but the masks have tokens in dim 1
         return tuple(_from_token(given, tokens, index % 3 == mask_index) for index, given in enumerate(inputs))

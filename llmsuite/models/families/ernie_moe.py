@@ -28,6 +28,7 @@ class ErnieMoeConfig(ErnieShape):
     family: ClassVar[str] = "ernie_moe"
     network: ClassVar[str] = "llmsuite.models.sparse:SparseLM"
     experts_key: ClassVar[str] = "moe_num_experts"
+    chosen_key: ClassVar[str] = "moe_k"
     shared_key: ClassVar[str] = "moe_num_shared_experts x moe_intermediate_size"
     hf_parts: ClassVar[Mapping[str, str]] = {
         "mlp.gate.e_score_correction_bias": "mlp.moe_statics.e_score_correction_bias"
@@ -99,14 +100,10 @@ class ErnieMoeConfig(ErnieShape):
             choice_biased=True,
             bias_is_row=True,
         )
-        dense = self.layer(attention)
-        routed = self.layer(attention, mixture)
-        return self.decoder([routed if self.has_experts(i) else dense for i in range(self.num_hidden_layers)])
+        return self.decoder(self.some_with_experts(attention, mixture))
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules between the fields, as (field, message)."""
-        if self.moe_k > self.moe_num_experts:
-            yield "moe_k", f"is {self.moe_k}; there are moe_num_experts = {self.moe_num_experts}"
         if not any(self.has_experts(layer) for layer in range(self.num_hidden_layers)):
             yield (
                 "moe_layer_start_index",

@@ -21,7 +21,6 @@ from llmsuite.models.decoder_config import (
     group_problems,
     in_written_order,
 )
-from llmsuite.models.mtp import num_mtp_layers
 from llmsuite.models.shape_spec import MoE, ShapeSpec
 
 
@@ -33,7 +32,7 @@ class GlmMoeConfig(PartlyRotatedConfig):
     family: ClassVar[str] = "glm_moe"
     network: ClassVar[str] = "llmsuite.models.sparse:SparseLM"
     experts_key: ClassVar[str] = "n_routed_experts"
-    stores_mtp: ClassVar[bool] = True
+    names: ClassVar[str] = "llmsuite.models.dense_names:MTP_NAMES"
     architectures: ClassVar[Mapping[str, str]] = {"glm4_moe": "Glm4MoeForCausalLM"}
     fixed: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu", "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
@@ -86,6 +85,10 @@ class GlmMoeConfig(PartlyRotatedConfig):
     has_gate_bias: ClassVar[bool] = True
     """True where experts are chosen with a bias."""
 
+    def has_experts(self, layer: int) -> bool:
+        """True if a layer, counted from 0, has experts."""
+        return layer >= self.first_k_dense_replace
+
     def shape_spec(self) -> ShapeSpec:
         """Attention of a partly rotated Llama, and the experts of DeepSeek-V3 after the first layers."""
         attention = self.grouped_query(
@@ -104,10 +107,7 @@ class GlmMoeConfig(PartlyRotatedConfig):
             chosen_groups=self.topk_group,
             factor=self.routed_scaling_factor,
         )
-        dense = self.layer(attention)
-        routed = self.layer(attention, mixture)
-        layers = [dense if i < self.first_k_dense_replace else routed for i in range(self.num_hidden_layers)]
-        return self.decoder([*layers, *[dataclasses.replace(routed, is_mtp=True)] * num_mtp_layers(self)])
+        return self.decoder(self.some_with_experts(attention, mixture))
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules between the fields, as (field, message)."""

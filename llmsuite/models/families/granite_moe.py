@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from llmsuite.models.decoder_config import (
@@ -26,6 +26,7 @@ class GraniteMoeConfig(ScaledConfig):
     family: ClassVar[str] = "granite_moe"
     network: ClassVar[str] = "llmsuite.models.sparse:ScaledSparseLM"
     experts_key: ClassVar[str] = "num_local_experts"
+    chosen_key: ClassVar[str] = "num_experts_per_tok"
     architectures: ClassVar[Mapping[str, str]] = {"granitemoe": "GraniteMoeForCausalLM"}
     hf_parts: ClassVar[Mapping[str, str]] = {
         "mlp.gate": "block_sparse_moe.router.layer",
@@ -67,13 +68,6 @@ class GraniteMoeConfig(ScaledConfig):
             normed=True,
         )
         return self.scaled_decoder(mixture, biased=self.attention_bias)
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Rules between the fields, as (field, message)."""
-        if self.num_experts_per_tok > self.num_local_experts:
-            there = f"there are num_local_experts = {self.num_local_experts}"
-            yield "num_experts_per_tok", f"is {self.num_experts_per_tok}; {there}"
-        yield from super().problems()
 
 
 _3_1 = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
@@ -32,6 +32,7 @@ class MinimaxConfig(PartlyRotatedConfig):
     family: ClassVar[str] = "minimax"
     network: ClassVar[str] = "llmsuite.models.sparse:SparseLM"
     experts_key: ClassVar[str] = "num_local_experts"
+    chosen_key: ClassVar[str] = "num_experts_per_tok"
     uncut: ClassVar[str | None] = (
         "a minimax norms all heads of queries, and of keys, together; use pipeline, experts or sharding"
     )
@@ -105,13 +106,6 @@ class MinimaxConfig(PartlyRotatedConfig):
             choice_biased=True,
         )
         return self.decoder(self.layer(self.grouped_query(normed="whole"), mixture))
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Rules between the fields, as (field, message)."""
-        if self.num_experts_per_tok > self.num_local_experts:
-            there = f"there are num_local_experts = {self.num_local_experts}"
-            yield "num_experts_per_tok", f"is {self.num_experts_per_tok}; {there}"
-        yield from super().problems()
 
     @classmethod
     def from_hf(cls, data: Mapping[str, Any]) -> Self:

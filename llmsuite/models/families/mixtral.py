@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge
@@ -28,6 +28,7 @@ class MixtralConfig(DenseConfig):
     family: ClassVar[str] = "mixtral"
     network: ClassVar[str] = "llmsuite.models.sparse:SparseLM"
     experts_key: ClassVar[str] = "num_local_experts"
+    chosen_key: ClassVar[str] = "num_experts_per_tok"
     architectures: ClassVar[Mapping[str, str]] = {"mixtral": "MixtralForCausalLM"}
     # noise on the inputs of gates in training, which no published Mixtral has
     fixed: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu", "router_jitter_noise": 0.0}
@@ -78,13 +79,6 @@ class MixtralConfig(DenseConfig):
     def paddlenlp_prefix(self) -> str | None:
         """Mixtral is one of PaddleNLP's models."""
         return "mixtral."
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Rules between the fields, as (field, message)."""
-        if self.num_experts_per_tok > self.num_local_experts:
-            there = f"there are num_local_experts = {self.num_local_experts}"
-            yield "num_experts_per_tok", f"is {self.num_experts_per_tok}; {there}"
-        yield from super().problems()
 
 
 # huggingface.co/mistralai/Mixtral-8x7B-v0.1 and Mixtral-8x7B-Instruct-v0.1, Mixtral-8x22B-v0.1, config.json

@@ -48,8 +48,8 @@ class QwenHybridShape(PartlyRotatedConfig):
     hf_parts: ClassVar[Mapping[str, str]] = {
         f"self_attn.{ours}": f"linear_attn.{theirs}" for ours, theirs in _LINEAR_PARTS.items()
     }
+    hf_reversed: ClassVar[frozenset[str]] = frozenset(f"self_attn.{ours}" for ours in _CONVOLUTIONS)
     not_loaded: ClassVar[tuple[str, ...]] = ("mtp.",)
-    has_linear_attention: ClassVar[bool] = True
     rope_kinds: ClassVar[tuple[str, ...]] = ("default", "linear", "yarn")
 
     model_type: str

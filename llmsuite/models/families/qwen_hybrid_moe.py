@@ -11,6 +11,7 @@ from typing_extensions import Self
 
 from llmsuite.models.decoder_config import NonNegativeInt, NumLayers, PositiveInt, TokenId, in_written_order
 from llmsuite.models.families.qwen_hybrid import HYBRID_SMALL, QwenHybridShape
+from llmsuite.models.families.qwen_moe import sparse_step_problems
 from llmsuite.models.shape_spec import MoE, ShapeSpec
 
 _OF_QWEN3_5: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
@@ -25,6 +26,7 @@ class QwenHybridMoeConfig(QwenHybridShape):
     family: ClassVar[str] = "qwen_hybrid_moe"
     network: ClassVar[str] = "llmsuite.models.sparse:SparseLM"
     experts_key: ClassVar[str] = "num_experts"
+    chosen_key: ClassVar[str] = "num_experts_per_tok"
     shared_key: ClassVar[str] = "shared_expert_intermediate_size"
     architectures: ClassVar[Mapping[str, str]] = {
         "qwen3_next": "Qwen3NextForCausalLM",
@@ -83,11 +85,7 @@ class QwenHybridMoeConfig(QwenHybridShape):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules between the fields, as (field, message)."""
-        if self.num_experts_per_tok > self.num_experts:
-            yield "num_experts_per_tok", f"is {self.num_experts_per_tok}; there are num_experts = {self.num_experts}"
-        if not any(self.has_experts(layer) for layer in range(self.num_hidden_layers)):
-            key = "mlp_only_layers" if self.mlp_only_layers else "decoder_sparse_step"
-            yield key, f"is {getattr(self, key)}: no layer has experts; the qwen_hybrid family has none"
+        yield from sparse_step_problems(self)
         if self.model_type == "qwen3_5_moe_text":
             for key, only in _OF_QWEN3_5.items():
                 if getattr(self, key) != only:

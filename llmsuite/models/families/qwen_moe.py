@@ -22,6 +22,7 @@ class QwenMoeConfig(QwenShape):
     family: ClassVar[str] = "qwen_moe"
     network: ClassVar[str] = "llmsuite.models.sparse:SparseLM"
     experts_key: ClassVar[str] = "num_experts"
+    chosen_key: ClassVar[str] = "num_experts_per_tok"
     shared_key: ClassVar[str] = "shared_expert_intermediate_size"
 
     model_type: Literal["qwen2_moe", "qwen3_moe"] = "qwen3_moe"
@@ -70,9 +71,7 @@ class QwenMoeConfig(QwenShape):
             shared_gated=self.shared_size > 0,
             normed=self.norm_topk_prob,
         )
-        dense = self.layer(attention)
-        routed = self.layer(attention, mixture)
-        return self.decoder([routed if self.has_experts(i) else dense for i in range(self.num_hidden_layers)])
+        return self.decoder(self.some_with_experts(attention, mixture))
 
     @property
     def paddlenlp_prefix(self) -> str | None:
@@ -81,11 +80,7 @@ class QwenMoeConfig(QwenShape):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules between the fields, as (field, message)."""
-        if self.num_experts_per_tok > self.num_experts:
-            yield "num_experts_per_tok", f"is {self.num_experts_per_tok}; there are num_experts = {self.num_experts}"
-        if not any(self.has_experts(layer) for layer in range(self.num_hidden_layers)):
-            key = "mlp_only_layers" if self.mlp_only_layers else "decoder_sparse_step"
-            yield key, f"is {getattr(self, key)}: no layer has experts; the qwen family has none"
+        yield from sparse_step_problems(self)
         yield from super().problems()
 
     @classmethod
@@ -106,6 +101,18 @@ class QwenMoeConfig(QwenShape):
             del data["shared_expert_intermediate_size"]
             return data
         return {**data, "qkv_bias": True}
+
+
+def sparse_step_problems(config: Any) -> Iterator[tuple[str, str]]:
+    """Rules for the choice of the layers with experts, as (field, message).
+
+    Args:
+        config: has family, num_hidden_layers, decoder_sparse_step, mlp_only_layers and has_experts().
+    """
+    if not any(config.has_experts(layer) for layer in range(config.num_hidden_layers)):
+        key = "mlp_only_layers" if config.mlp_only_layers else "decoder_sparse_step"
+        without = config.family.removesuffix("_moe")
+        yield key, f"is {getattr(config, key)}: no layer has experts; the {without} family has none"
 
 
 _OF_HF: dict[str, Any] = {"norm_topk_prob": False, "mlp_only_layers": []}

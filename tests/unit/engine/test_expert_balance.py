@@ -14,10 +14,10 @@ from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.contract.schema.recipe import TrainSection
 from llmsuite.devices.ops import Ops
 from llmsuite.engine.expert_balance import ExpertBalance
-from llmsuite.models.deepseek.config import SMOKE, DeepSeekConfig
-from llmsuite.models.deepseek.layers import DeepSeek
-from llmsuite.models.deepseek.shard_plan import PLAN
 from llmsuite.models.experts import LoadBalance
+from llmsuite.models.families.deepseek import SMOKE, DeepSeekConfig
+from llmsuite.models.sparse import SparseLM
+from llmsuite.models.sparse_plan import PLAN
 from llmsuite.parallel.materialize import materialize
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.optimizer import Optimizer
@@ -62,7 +62,7 @@ def test_an_even_choice_costs_one() -> None:
 
 
 def model() -> Any:
-    made = DeepSeek(DeepSeekConfig(**{**SMOKE, "num_hidden_layers": 3}), Ops())
+    made = SparseLM(DeepSeekConfig(**{**SMOKE, "num_hidden_layers": 3}), Ops())
     rng = np.random.default_rng(0)
     for _, parameter in made.named_parameters():
         if parameter.ndim > 1:
@@ -153,7 +153,7 @@ def test_a_stage_without_the_weight_of_its_loss_is_refused() -> None:
 
 
 def test_a_shape_without_experts_has_no_load() -> None:
-    made = DeepSeek(DeepSeekConfig(**{**SMOKE, "first_k_dense_replace": SMOKE["num_hidden_layers"]}), Ops())
+    made = SparseLM(DeepSeekConfig(**{**SMOKE, "first_k_dense_replace": SMOKE["num_hidden_layers"]}), Ops())
     balance = ExpertBalance([made], PLAN, [], alone.MESH, 0.0, 0.25)
     balance.before_passes(list, 1.0)
     balance.after_passes()
@@ -175,7 +175,7 @@ def test_evaluation_counts_nothing() -> None:
 def test_a_bias_is_float32_in_a_16_bit_model() -> None:
     """Next to bfloat16 weights with float32 main parameters; a step of 0.001 would be lost in bfloat16."""
     with paddle.LazyGuard():
-        made = DeepSeek(DeepSeekConfig(**{**SMOKE, "num_hidden_layers": 2}), Ops())
+        made = SparseLM(DeepSeekConfig(**{**SMOKE, "num_hidden_layers": 2}), Ops())
     materialize(made, PLAN, alone.MESH, lambda name, shape, index: np.ones(shape, "float32"), "bfloat16")
     shards = {name: ParameterShard(name, p, alone.MESH, None, 1) for name, p in made.named_parameters()}
     name = "model.layers.1.mlp.gate.e_score_correction_bias"

@@ -16,9 +16,9 @@ from llmsuite.engine.eager_engine import EagerEngine, train_step
 from llmsuite.engine.expert_balance import ExpertBalance
 from llmsuite.engine.passes import MicroBatchLoader, Passes
 from llmsuite.engine.rules import StepRules
-from llmsuite.models.deepseek.config import SMOKE, DeepSeekConfig
-from llmsuite.models.deepseek.layers import DeepSeek
-from llmsuite.models.deepseek.shard_plan import PLAN
+from llmsuite.models.families.deepseek import SMOKE, DeepSeekConfig
+from llmsuite.models.sparse import SparseLM
+from llmsuite.models.sparse_plan import PLAN
 from llmsuite.parallel import collective
 from llmsuite.parallel.loss_ledger import LossTerms
 from llmsuite.parallel.pipeline import PipelineStage
@@ -111,7 +111,7 @@ class NextTokens:
 def run_of_experts(log_steps: int) -> list[dict[str, float]]:
     """Steps of a model with experts, balanced by a loss and a bias, of which one in `log_steps` is logged."""
     paddle.seed(3)
-    made = DeepSeek(DeepSeekConfig(**{**SMOKE, "num_hidden_layers": 3}), Ops())
+    made = SparseLM(DeepSeekConfig(**{**SMOKE, "num_hidden_layers": 3}), Ops())
     made.train()
     train = dpo_case.train_section(optimizer="adamw", weight_decay=0.1, max_grad_norm=1.0)
     optimizer = alone.optimizer(dict(made.named_parameters()), train, total_steps=STEPS)
@@ -151,7 +151,7 @@ def test_metrics_of_callbacks_are_read_only_in_logged_steps(monkeypatch: pytest.
 
 def test_a_step_with_a_request_returns_all_metrics() -> None:
     """It is logged if the vote stops the run."""
-    made = DeepSeek(DeepSeekConfig(**{**SMOKE, "num_hidden_layers": 3}), Ops())
+    made = SparseLM(DeepSeekConfig(**{**SMOKE, "num_hidden_layers": 3}), Ops())
     made.train()
     train = dpo_case.train_section(optimizer="sgd", weight_decay=0.0)
     optimizer = alone.optimizer(dict(made.named_parameters()), train, total_steps=2)

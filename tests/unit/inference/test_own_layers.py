@@ -42,8 +42,8 @@ from llmsuite.inference.parity import (
 from llmsuite.inference.refresh import RefreshableModel
 from llmsuite.inference.static_experts import make_static
 from llmsuite.models.blocks import Attention, DecoderLayer, GatedMLP, RMSNorm
-from llmsuite.models.deepseek.layers import Attention as LatentAttention
 from llmsuite.models.initial_values import initial_values
+from llmsuite.models.latent_attention import LatentAttention
 from llmsuite.rl.rollouts import RolloutMismatch
 from llmsuite.testing.family_forms import write_random_model
 from tests.support import own_layers
@@ -198,7 +198,7 @@ def test_latent_attention_that_is_changed_reads_whole_keys() -> None:
         def build(config: Any, ops: Any) -> Any:
             model = spec.factory()(config, ops)
             for layer in model.model.layers:
-                layer.self_attn = Bounded(config, ops)
+                layer.self_attn = Bounded(config.hidden_size, ops, config.shape_spec().layers[0].attention)
             return model
 
         return build

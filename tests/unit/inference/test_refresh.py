@@ -19,9 +19,8 @@ from llmsuite.inference.pack_model import PackedLinear
 from llmsuite.inference.refresh import RefreshableModel
 from llmsuite.inference.sampling import log_softmax, sample_by_uniform
 from llmsuite.models.blocks import Attention, GatedMLP
-from llmsuite.models.deepseek.attention import latent_attention
-from llmsuite.models.deepseek.layers import Attention as LatentAttention
 from llmsuite.models.dense import DenseAttention
+from llmsuite.models.latent_attention import LatentAttention, latent_attention
 from llmsuite.models.linear_ops import LinearOps, use_linear_ops
 from tests.support.families import CASES, FAMILIES, load, reference
 from tests.support.paths import REFERENCE

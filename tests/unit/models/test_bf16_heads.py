@@ -3,7 +3,6 @@ keeps."""
 
 from __future__ import annotations
 
-import types
 from typing import Any
 
 import numpy as np
@@ -42,9 +41,6 @@ KEY_HEADS = 2
 SIZE = 16
 NEAR = 2.0**-6
 """Tolerance, relative to the largest number, of an intermediate number that is rounded to bfloat16."""
-CONFIG = types.SimpleNamespace(
-    hidden_size=HIDDEN, head_size=SIZE, num_attention_heads=HEADS, num_key_value_heads=KEY_HEADS, rms_norm_eps=1e-6
-)
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -53,9 +49,9 @@ def ops() -> Ops:
     return cpu_backend(multiplies_bf16=True).ops("bf16")
 
 
-def attention_of(ops: Ops, adapted: bool = False, **more: bool) -> Attention:
+def attention_of(ops: Ops, adapted: bool = False, **more: Any) -> Attention:
     """With `adapted`, the matrices of queries, values and outputs have low-rank adapters, which alone are trained."""
-    attention = Attention(CONFIG, ops, **more)
+    attention = Attention(HIDDEN, 1e-6, ops, GroupedQuery(heads=HEADS, kv_heads=KEY_HEADS, head_size=SIZE, **more))
     if adapted:
         for name in ("q_proj", "v_proj", "o_proj"):
             layer = LoraLinear(getattr(attention, name), adapter_config("lora", rank=4, alpha=12))
@@ -208,9 +204,9 @@ def test_what_else_sees_or_adds_leaves_float32(ops: Ops) -> None:
     assert between(plain, x) == half
     with paddle.no_grad():
         assert between(plain, x) == half
-    for more in ({"adapted": True}, {"interleaved": True}, {"o_bias": True}):
+    for more in ({"adapted": True}, {"interleaved": True}, {"output_biased": True}):
         assert between(attention_of(ops, **more), x) == half, more
-    for more in ({"qkv_bias": True}, {"qk_norm": True}):
+    for more in ({"biased": True}, {"normed": "heads"}):
         assert between(attention_of(ops, **more), x) == whole, more
     for layer in (plain.q_proj, plain.o_proj):
         seen = layer.register_forward_post_hook(lambda *_: None)

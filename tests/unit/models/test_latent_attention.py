@@ -13,7 +13,7 @@ import pytest
 from llmsuite.devices.masks import causal_mask, document_mask
 from llmsuite.devices.ops import Ops
 from llmsuite.inference.attention import with_cached_attention
-from llmsuite.models.deepseek.attention import absorbed_attention, latent_attention, up_matrices
+from llmsuite.models.latent_attention import absorbed_attention, latent_attention, up_matrices
 from llmsuite.plugins.cpu_kernels import kernels
 
 Tensor = Any

@@ -31,10 +31,10 @@ from llmsuite.inference.decoder import ModelDecoder
 from llmsuite.inference.generate import generate
 from llmsuite.inference.load import load_model, open_any
 from llmsuite.inference.sampling import Sampling
-from llmsuite.models.deepseek.config import SMOKE, DeepSeekConfig
-from llmsuite.models.deepseek.layers import DeepSeek
-from llmsuite.models.deepseek.names import parameter_shapes
+from llmsuite.models.dense_names import MTP_NAMES
+from llmsuite.models.families.deepseek import SMOKE, DeepSeekConfig
 from llmsuite.models.shard_plan import UNSHARDED
+from llmsuite.models.sparse import SparseLM
 from llmsuite.parallel.pipeline import PipelineStage
 from llmsuite.stages import language_model
 from llmsuite.stages.language_model import WeightedTokens
@@ -55,7 +55,7 @@ WEIGHTS = [[0, 0, 1, 1, 1, 1], [0, 1], [0, 1, 0, 1], [0, 0, 1]]
 def made(config: DeepSeekConfig) -> Any:
     """A model whose values depend on names alone."""
     paddle.seed(0)
-    model = DeepSeek(config, Ops())
+    model = SparseLM(config, Ops())
     rng = np.random.default_rng(0)
     for _, parameter in sorted(model.named_parameters()):
         around = 1.0 if parameter.ndim == 1 else 0.0
@@ -66,7 +66,7 @@ def made(config: DeepSeekConfig) -> Any:
 def block(model: Any) -> Any:
     """The transformer block of the layer, as the one layer of a model of its own."""
     shape = {**SMOKE, "num_hidden_layers": 1, "first_k_dense_replace": 0}
-    found = DeepSeek(DeepSeekConfig(**shape), Ops())
+    found = SparseLM(DeepSeekConfig(**shape), Ops())
     values = dict(model.named_parameters())
     for name, parameter in found.named_parameters():
         if name.startswith("model.layers.0."):
@@ -140,7 +140,7 @@ def test_loss_and_gradients_are_those_of_the_formula(packed: bool) -> None:
 
 def test_evaluation_and_training_agree_and_logits_are_without_the_layer() -> None:
     model = made(CONFIG)
-    plain = DeepSeek(dataclasses.replace(CONFIG, mtp=False), Ops())
+    plain = SparseLM(dataclasses.replace(CONFIG, mtp=False), Ops())
     values = dict(model.named_parameters())
     for name, parameter in plain.named_parameters():
         parameter.set_value(values[name])
@@ -200,7 +200,7 @@ def tensors(directory: Path) -> dict[str, np.ndarray]:
 
 def test_shapes_are_those_of_the_model() -> None:
     found = {name: tuple(parameter.shape) for name, parameter in made(CONFIG).named_parameters()}
-    assert list(parameter_shapes(CONFIG).items()) == list(found.items())
+    assert list(MTP_NAMES.parameter_shapes(CONFIG).items()) == list(found.items())
 
 
 def test_files_are_as_published_and_come_back(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_a_run_is_exported_and_generates_without_the_layer(trained: Path) -> Non
     live = load_model(source, CpuBackend())
     ids = [5, 17, 300, 8]
     assert len(live.model.layers) == source.config.num_hidden_layers
-    with_layer = DeepSeek(dataclasses.replace(source.config, mtp=True), Ops())
+    with_layer = SparseLM(dataclasses.replace(source.config, mtp=True), Ops())
     fill_parameters(with_layer, open_model(find_model(trained / "run"), FAMILIES, mtp=True))
     with_layer.eval()
     text = list(ids)
@@ -299,7 +299,7 @@ def with_adapters(run: Path, base: Path) -> Any:
     source = open_model(find_model(base), FAMILIES, mtp=True)
     checkpoint = find_adapter(run)
     assert checkpoint is not None
-    model = DeepSeek(source.config, Ops())
+    model = SparseLM(source.config, Ops())
     config = LoraSection(rank=4).adapter_config
     modules = adapted_modules(model, FAMILIES["deepseek"].shard_plan or UNSHARDED, ["*_proj", "lm_head"])
     add_adapters(model, modules, config)
@@ -315,9 +315,9 @@ def test_merged_adapters_equal_the_adapters_of_the_model(trained: Path) -> None:
     assert main(["merge", str(trained / "adapters"), "-o", str(trained / "sum")]) == 0
     unmerged = with_adapters(trained / "adapters", trained / "run")
     source = open_model(trained / "sum", FAMILIES, mtp=True)
-    merged = DeepSeek(source.config, Ops())
+    merged = SparseLM(source.config, Ops())
     fill_parameters(merged, source)
-    plain = DeepSeek(source.config, Ops())
+    plain = SparseLM(source.config, Ops())
     fill_parameters(plain, open_model(find_model(trained / "run"), FAMILIES, mtp=True))
 
     def logits(model: Any) -> list[np.ndarray]:

@@ -11,9 +11,9 @@ import pytest
 
 from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.contract.schema.recipe import TrainSection
-from llmsuite.models.deepseek.shard_plan import PLAN
 from llmsuite.models.dynamic_map import BLOCK, dynamic_map
 from llmsuite.models.head import EMBEDDING
+from llmsuite.models.sparse_plan import PLAN
 from llmsuite.parallel import block_moments
 from llmsuite.parallel.base_optimizer import StateTensor
 from llmsuite.parallel.mesh import Mesh

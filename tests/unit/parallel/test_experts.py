@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.contract.schema.recipe import TrainSection
 from llmsuite.devices.ops import Ops
-from llmsuite.models.deepseek.shard_plan import PLAN
 from llmsuite.models.experts import Experts, sort_rows
+from llmsuite.models.sparse_plan import PLAN
 from llmsuite.parallel.collective import _peers
 from llmsuite.parallel.experts import ExpertParallelDispatcher
 from llmsuite.parallel.mesh import Mesh

@@ -1,4 +1,4 @@
-"""The shape of a DeepSeek model, and its published sizes. Imports no Paddle."""
+"""DeepSeek: its config, its description and its published sizes. Imports no Paddle."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from llmsuite.models.decoder_config import (
 from llmsuite.models.head import with_head
 from llmsuite.models.hf_config import check_keys
 from llmsuite.models.rope import yarn_mscale
+from llmsuite.models.shape_spec import Latent, MoE, ShapeSpec
 
 _FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "rope_interleave": True, "use_fp8": False}
 # derived from other keys; a loss that is not computed; settings of other programs for speculative decoding
@@ -36,6 +37,8 @@ _WITHOUT_EFFECT = (
 class DeepSeekConfig(RotaryConfig):
     """DeepSeek-V2 and V3, and Kimi K2. Names are those of HF's config.json."""
 
+    network: ClassVar[str] = "llmsuite.models.sparse:SparseLM"
+    names: ClassVar[str] = "llmsuite.models.dense_names:MTP_NAMES"
     rope_kinds: ClassVar[tuple[str, ...]] = ("default", "yarn")
     experts_key: ClassVar[str] = "n_routed_experts"
 
@@ -99,11 +102,6 @@ class DeepSeekConfig(RotaryConfig):
         return self.qk_rope_head_dim
 
     @property
-    def shared_size(self) -> int:
-        """Width of the MLP that is the shared experts."""
-        return self.n_shared_experts * self.moe_intermediate_size
-
-    @property
     def has_gate_bias(self) -> bool:
         """True if experts are chosen with a bias."""
         return self.model_type != "deepseek_v2"
@@ -118,6 +116,36 @@ class DeepSeekConfig(RotaryConfig):
     def has_experts(self, layer: int) -> bool:
         """True if a layer, counted from 0, has experts."""
         return layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
+
+    def shape_spec(self) -> ShapeSpec:
+        """Latent attention, experts in groups after the first layers, and layers for multi-token prediction."""
+        attention = Latent(
+            heads=self.num_attention_heads,
+            q_rank=self.q_lora_rank,
+            kv_rank=self.kv_lora_rank,
+            nope=self.qk_nope_head_dim,
+            rope=self.qk_rope_head_dim,
+            value=self.v_head_dim,
+            score_factor=self.score_factor,
+        )
+        mixture = MoE(
+            experts=self.n_routed_experts,
+            chosen=self.num_experts_per_tok,
+            width=self.moe_intermediate_size,
+            shared_width=self.n_shared_experts * self.moe_intermediate_size,
+            normed=self.norm_topk_prob,
+            scores="sigmoid" if self.has_gate_bias else "softmax",
+            choice_biased=self.has_gate_bias,
+            groups=1 if self.topk_method == "greedy" else self.n_group,
+            chosen_groups=self.topk_group,
+            factor=self.routed_scaling_factor,
+        )
+        return self.decoder(self.some_with_experts(attention, mixture))
+
+    @property
+    def paddlenlp_prefix(self) -> str | None:
+        """None for Kimi K2, which PaddleNLP does not have."""
+        return None if self.model_type == "kimi_k2" else f"{self.model_type}."
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules between the fields, as (field, message)."""

@@ -1,10 +1,10 @@
-"""The shape of a GPT model, and its published sizes. Imports no Paddle."""
+"""GPT: its config, its description and its published sizes. Imports no Paddle."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from llmsuite.base.errors import UserError
 from llmsuite.models.decoder_config import (
@@ -17,6 +17,7 @@ from llmsuite.models.decoder_config import (
 )
 from llmsuite.models.head import NO_KEYS, read_head, with_head
 from llmsuite.models.hf_config import check_keys, kept_keys
+from llmsuite.models.shape_spec import GeluMLP, GroupedQuery, ShapeSpec
 
 _HF_KEYS = {
     "hidden_size": "n_embd",
@@ -57,7 +58,27 @@ _WITHOUT_EFFECT = (
 @in_written_order
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPTConfig(DecoderConfig):
-    """GPT-2 and GPT-3. Names are those of the other families; HF's config.json has its own (n_embd …)."""
+    """GPT-2 and GPT-3 (every layer with full attention). Names are those of the other families; HF's config.json has
+    its own (n_embd …)."""
+
+    network: ClassVar[str] = "llmsuite.models.dense:LearnedPositionsLM"
+    names: ClassVar[str] = "llmsuite.models.families.gpt_names:NAMES"
+    hf_modules: ClassVar[Mapping[str, str]] = {
+        "model.embed_tokens": "transformer.wte",
+        "model.embed_positions": "transformer.wpe",
+        "model.layers": "transformer.h",
+        "model.norm": "transformer.ln_f",
+    }
+    hf_parts: ClassVar[Mapping[str, str]] = {
+        "input_layernorm": "ln_1",
+        "self_attn.q_proj": "attn.c_attn",
+        "self_attn.k_proj": "attn.c_attn",
+        "self_attn.v_proj": "attn.c_attn",
+        "self_attn.o_proj": "attn.c_proj",
+        "post_attention_layernorm": "ln_2",
+        "mlp.up_proj": "mlp.c_fc",
+        "mlp.down_proj": "mlp.c_proj",
+    }
 
     vocab_size: PositiveInt = 50257
     hidden_size: PositiveInt = 768
@@ -79,8 +100,18 @@ class GPTConfig(DecoderConfig):
         return self.hidden_size // self.num_attention_heads
 
     @property
-    def mlp_size(self) -> int:
-        return self.intermediate_size or 4 * self.hidden_size
+    def norm_eps(self) -> float:
+        """Term under the root of the norms."""
+        return self.layer_norm_eps
+
+    def shape_spec(self) -> ShapeSpec:
+        """Attention without rotation, an MLP of two matrices, learned positions; biases and LayerNorm everywhere."""
+        heads = self.num_attention_heads
+        attention = GroupedQuery(
+            heads=heads, kv_heads=heads, head_size=self.head_size, rotary=False, biased=True, output_biased=True
+        )
+        mlp = GeluMLP(width=self.intermediate_size or 4 * self.hidden_size)
+        return self.decoder(self.layer(attention, mlp, norm="layer"), norm="layer", learned_positions=True)
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules between the fields, as (field, message)."""
