@@ -84,6 +84,9 @@ _Texts = Mapping[_RenderKey, str | RenderError]
 _WITH_TOOLS = tuple(name for name, source in BUILTIN.items() if "tools" in source)
 _MAX_OPENED_CHARS = 64
 """Characters of a turn that a generation prompt may already have written, such as `<think>`."""
+_NEXT_TURN = re.compile(r"<\|[^<>|]+\|>")
+"""A token such as `<|user|>`, with which a turn begins. It ends the one before it where templates write no other end,
+as those of GLM-4 do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -621,7 +624,8 @@ class ChatTemplate:
                 )
             turn = after[len(own_before) :]
         if full.startswith(after):
-            if after != full and turn.strip() == message.content.strip():
+            is_bare = after != full and turn.strip() == message.content.strip()
+            if is_bare and not _NEXT_TURN.match(full, len(after)):
                 raise self._unfit(f"does not mark the end of {where}, so no model could learn where to end it")
             return own_before, after
         length = earlier_turn_length(message, turn, full[len(full_before) :])
