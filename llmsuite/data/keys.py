@@ -21,7 +21,9 @@ ROW_KEYS = frozenset({"system", "tools", TEMPLATE_KWARGS})
 """Columns that every format may have."""
 MARGIN = "margin"
 """Column of pairs with the margin of a reward model; only stages with the capability "margins" read it."""
-MEDIA = ("images", "videos", "audios", "image", "video", "audio")
+MEDIA = (
+    "images", "videos", "audios", "image", "video", "audio", "rejected_images", "rejected_videos", "rejected_audios",
+)  # fmt: skip
 """Columns, and keys of turns, with pictures, videos and sounds, by their names in other suites."""
 LOSS_KEYS = ("weight", "loss")
 """Keys of a turn that select the supervised turns, and are no part of the turn for a template."""
@@ -33,7 +35,10 @@ _FORM_KEYS = frozenset({"role", "content", "from", "value"})
 """Keys that make an object a turn. They stay in turns where a column of the row with such a name is ignored."""
 _PART_FORM_KEYS = frozenset({"type", "text"})
 """Keys that make an object a part of a turn's content, see `_FORM_KEYS`."""
-_TURN_COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected", "responses")
+_TURN_COLUMNS = (
+    "messages", "conversations", "prompt", "completion", "chosen", "rejected", "responses", "rejected_response",
+    "rejected_messages",
+)  # fmt: skip
 """Columns with turns in the formats that come with llmsuite."""
 ALL = "*"
 """Entry of `data.ignore_columns` that stands for every column and key that nothing reads."""

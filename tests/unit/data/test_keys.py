@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from llmsuite.base.errors import UserError
 from llmsuite.contract.schema.columns import fill_problems
-from llmsuite.data import conversation_formats, preference_formats, prompt_formats
+from llmsuite.data import conversation_formats, preference_formats, prompt_formats, rejected_formats
 from llmsuite.data.chat_template import BUILTIN, ChatTemplate
 from llmsuite.data.faults import Faults
 from llmsuite.data.keys import ALL, MEDIA, ROW_KEYS, TURN_KEYS, ColumnRules, filled, is_nothing
@@ -23,7 +23,12 @@ from tests.support.tool_turns import ASK, HELLO, ROWS, TOOLS
 
 FORMATS = {
     data_format.name: data_format
-    for data_format in (*conversation_formats.BUILTIN, *preference_formats.BUILTIN, *prompt_formats.BUILTIN)
+    for data_format in (
+        *conversation_formats.BUILTIN,
+        *preference_formats.BUILTIN,
+        *rejected_formats.BUILTIN,
+        *prompt_formats.BUILTIN,
+    )
 }
 TABLE = [name for name, data_format in FORMATS.items() if data_format.kind != "prompt"]
 WITH_TURNS = [name for name in TABLE if name != "text"]
@@ -152,7 +157,7 @@ def test_columns_of_a_mapping_are_exactly_those_of_the_format() -> None:
     assert RowConverter("conversation", "auto", FORMATS, rules).convert("x:1", row, None, Faults()) is not None
 
 
-@pytest.mark.parametrize("key", ["images", "image", "video", "audios"])
+@pytest.mark.parametrize("key", ["images", "image", "video", "audios", "rejected_images"])
 def test_media_are_refused_by_name_unless_they_are_named(key: str) -> None:
     turn = {**ASK, key: ["a.png"]}
     with pytest.raises(ValueError, match=rf"'messages\[0\]\.{key}' is there, and only text is read"):
