@@ -312,9 +312,10 @@ def llmsuite_register_adapters() -> list[AdapterMethod]:
 
 @hookimpl
 def llmsuite_register_data_formats() -> list[DataFormat]:
-    from llmsuite.data import conversation_formats, preference_formats, prompt_formats
+    from llmsuite.data import conversation_formats, preference_formats, prompt_formats, rejected_formats
 
-    return [*preference_formats.BUILTIN, *conversation_formats.BUILTIN, *prompt_formats.BUILTIN]
+    pairs = [*preference_formats.BUILTIN, *rejected_formats.BUILTIN]
+    return [*pairs, *conversation_formats.BUILTIN, *prompt_formats.BUILTIN]
 
 
 def _exporter(name: str, help: str, write: str) -> Exporter:

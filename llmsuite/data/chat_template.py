@@ -33,7 +33,7 @@ from llmsuite.contract.schema.chat_templates import (
 from llmsuite.contract.schema.columns import kwargs_fault
 from llmsuite.data.call_forms import FORMS, PROBE_TOOLS, CallForms, probe
 from llmsuite.data.jinja import Marked, TurnTexts, compiled, has_mark, template_facts, turn_texts, unmark
-from llmsuite.data.keys import TURN_KEYS, is_nothing
+from llmsuite.data.keys import unknown_keys
 from llmsuite.data.named_templates import check_tokens, named_template, read_template
 from llmsuite.data.rendering import RenderError, read_facts, render, render_all
 from llmsuite.data.row_limits import MAX_RENDERED_CHARS, MAX_RENDERED_TURNS, MAX_UNKNOWN_KEYS
@@ -84,6 +84,9 @@ _Texts = Mapping[_RenderKey, str | RenderError]
 _WITH_TOOLS = tuple(name for name, source in BUILTIN.items() if "tools" in source)
 _MAX_OPENED_CHARS = 64
 """Characters of a turn that a generation prompt may already have written, such as `<think>`."""
+_NEXT_TURN = re.compile(r"<\|[^<>|]+\|>")
+"""A token such as `<|user|>`, with which a turn begins. It ends the one before it where templates write no other end,
+as those of GLM-4 do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,8 +142,9 @@ class ChatTemplate:
         self.source = source
         self._kwargs = dict(kwargs or {})
         self._ignores_unknown = ignores_unknown
-        self._generically_read: set[str] = set()
-        """Unknown keys of turns that the template reads without naming them, such as one that writes turns as JSON."""
+        self._generically_read: set[tuple[bool, str]] = set()
+        """Unknown keys that the template reads without naming them, such as one that writes turns as JSON; each with
+        True for one of a call, and False for one of a turn."""
         self._tokens = special_tokens
         self._name = name
         self._has_marks = re.search(r"{%[-+]?\s*generation\b", source) is not None
@@ -543,7 +547,8 @@ class ChatTemplate:
         return found
 
     def unread_key(self, messages: Sequence[Message], tools: str = "", kwargs: str = "") -> str | None:
-        """Return the first key of a turn that is unknown and that this template does not read; None without one.
+        """Return the first key of a turn or a call that is unknown and that this template does not read; None without
+        one.
 
         A template may read a key without naming it, such as one that writes turns as JSON: its text then changes when
         the key is left out.
@@ -554,9 +559,8 @@ class ChatTemplate:
         for i, message in enumerate(messages):
             if not message.raw:
                 continue
-            turn = message.as_turn()
-            for key, value in turn.items():
-                if key in TURN_KEYS or is_nothing(value) or key in self._generically_read or self._names(key):
+            for place, key, turn in unknown_keys(message.as_turn()):
+                if (bool(place), key) in self._generically_read or self._names(key):
                     continue
                 num_unknown += 1
                 if num_unknown > MAX_UNKNOWN_KEYS:
@@ -564,13 +568,11 @@ class ChatTemplate:
                         f"the turns have more than {MAX_UNKNOWN_KEYS} unknown keys, such as {key!r} of messages[{i}]: "
                         'remove them from the rows, or list them in data.ignore_columns ("*" stands for all such keys)'
                     )
-                without = dataclasses.replace(
-                    message, raw=json.dumps({name: turn[name] for name in turn if name != key}, ensure_ascii=False)
-                )
+                without = dataclasses.replace(message, raw=json.dumps(turn, ensure_ascii=False))
                 others = [*messages[:i], without, *messages[i + 1 :]]
                 if self.render(messages, tools=tools, kwargs=kwargs) == self.render(others, tools=tools, kwargs=kwargs):
-                    return f"{key!r} of messages[{i}]"
-                self._generically_read.add(key)
+                    return f"{key!r} of messages[{i}]{place}"
+                self._generically_read.add((bool(place), key))
         return None
 
     def _names(self, key: str) -> bool:
@@ -621,7 +623,8 @@ class ChatTemplate:
                 )
             turn = after[len(own_before) :]
         if full.startswith(after):
-            if after != full and turn.strip() == message.content.strip():
+            is_bare = after != full and turn.strip() == message.content.strip()
+            if is_bare and not _NEXT_TURN.match(full, len(after)):
                 raise self._unfit(f"does not mark the end of {where}, so no model could learn where to end it")
             return own_before, after
         length = earlier_turn_length(message, turn, full[len(full_before) :])

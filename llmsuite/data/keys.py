@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from llmsuite.contract.schema.columns import columns_of
@@ -21,19 +21,30 @@ ROW_KEYS = frozenset({"system", "tools", TEMPLATE_KWARGS})
 """Columns that every format may have."""
 MARGIN = "margin"
 """Column of pairs with the margin of a reward model; only stages with the capability "margins" read it."""
-MEDIA = ("images", "videos", "audios", "image", "video", "audio")
+MEDIA = (
+    "images", "videos", "audios", "image", "video", "audio", "rejected_images", "rejected_videos", "rejected_audios",
+)  # fmt: skip
 """Columns, and keys of turns, with pictures, videos and sounds, by their names in other suites."""
 LOSS_KEYS = ("weight", "loss")
 """Keys of a turn that select the supervised turns, and are no part of the turn for a template."""
 TURN_KEYS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", *REASONING, *LOSS_KEYS})
 """Keys of a turn that always reach the chat template, or are used here."""
+_CALL_KEYS = frozenset({"id", "type", "index", "function"})
+"""Keys of a call; "index" numbers calls in a stream."""
+_FUNCTION_KEYS = frozenset({"name", "arguments"})
+"""Keys of the function of a call."""
 PART_KEYS = frozenset({"type", "text", "annotations", "logprobs", "cache_control"})
 """Keys of a part of a turn's content. All but the first two concern a server, and not what the model reads."""
 _FORM_KEYS = frozenset({"role", "content", "from", "value"})
 """Keys that make an object a turn. They stay in turns where a column of the row with such a name is ignored."""
+_CALL_FORM_KEYS = _CALL_KEYS | _FUNCTION_KEYS
+"""Keys that make an object a call or its function, see `_FORM_KEYS`."""
 _PART_FORM_KEYS = frozenset({"type", "text"})
 """Keys that make an object a part of a turn's content, see `_FORM_KEYS`."""
-_TURN_COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected", "responses")
+_TURN_COLUMNS = (
+    "messages", "conversations", "prompt", "completion", "chosen", "rejected", "responses", "rejected_response",
+    "rejected_messages",
+)  # fmt: skip
 """Columns with turns in the formats that come with llmsuite."""
 ALL = "*"
 """Entry of `data.ignore_columns` that stands for every column and key that nothing reads."""
@@ -113,9 +124,9 @@ def _filled(value: Any, texts: Mapping[str, str], pattern: re.Pattern[str]) -> A
 
 
 def without_ignored(row: Mapping[str, Any], ignored: Sequence[str]) -> Mapping[str, Any]:
-    """Return a row without the ignored columns, and without the ignored keys of its turns and their parts.
+    """Return a row without the ignored columns, and without the ignored keys of its turns, their parts and their calls.
 
-    The keys that make an object a turn or a part of one stay there.
+    The keys that make an object a turn, a part or a call stay there.
     """
     names = set(ignored) - {ALL}
     if not names:
@@ -138,7 +149,18 @@ def _turn_without(value: Any, names: set[str]) -> Any:
     if isinstance(content, list):
         inner = names - _PART_FORM_KEYS
         turn["content"] = [_keys_without(part, inner) if isinstance(part, Mapping) else part for part in content]
+    calls = turn.get("tool_calls")
+    if isinstance(calls, list):
+        inner = names - _CALL_FORM_KEYS
+        turn["tool_calls"] = [_call_without(call, inner) if isinstance(call, Mapping) else call for call in calls]
     return turn
+
+
+def _call_without(call: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    plain = _keys_without(call, names)
+    if isinstance(plain.get("function"), Mapping):
+        plain["function"] = _keys_without(plain["function"], names)
+    return plain
 
 
 def _keys_without(value: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
@@ -176,3 +198,29 @@ def _add_loss_keys(value: Any, where: str, found: list[str], depth: int = 2) -> 
     elif isinstance(value, list) and depth:
         for i, inner in enumerate(value):
             _add_loss_keys(inner, f"{where}[{i}]", found, depth - 1)
+
+
+def unknown_keys(turn: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield the keys of a turn and of its calls that are unknown and carry something.
+
+    Args:
+        turn: in the form of OpenAI's API, as `Message.as_turn` returns it.
+
+    Yields:
+        The place of the key in the turn, such as ".tool_calls[0]", "" for the turn itself; the key; and the turn
+        without it.
+    """
+    for key in _unknown(turn, TURN_KEYS):
+        yield "", key, _keys_without(turn, {key})
+    calls = turn.get("tool_calls") or []
+    for i, call in enumerate(calls):
+        function = call["function"]
+        fewer = [(".function", key, {**call, "function": _keys_without(function, {key})})
+                 for key in _unknown(function, _FUNCTION_KEYS)]  # fmt: skip
+        fewer += [("", key, _keys_without(call, {key})) for key in _unknown(call, _CALL_KEYS)]
+        for place, key, without in fewer:
+            yield f".tool_calls[{i}]{place}", key, {**turn, "tool_calls": [*calls[:i], without, *calls[i + 1 :]]}
+
+
+def _unknown(value: Mapping[str, Any], known: Set[str]) -> list[str]:
+    return [key for key, inner in value.items() if key not in known and not is_nothing(inner)]

@@ -67,6 +67,11 @@ def alpaca_unpaired(row: Row) -> Unpaired:
     return _of_conversation(row, conversation_formats.alpaca)
 
 
+def query_response_unpaired(row: Row) -> Unpaired:
+    """`{"query", "response", "label": true}`; or "kto_tag"."""
+    return _of_conversation(row, conversation_formats.query_response)
+
+
 def prompt(row: Row) -> Prompt:
     """`{"prompt"}`: text or a list of `{"role", "content"}`."""
     messages = with_system(row, parse_messages(row["prompt"], "prompt", "user"))
@@ -232,6 +237,15 @@ BUILTIN = [
         "instruction",
         "input",
         "output",
+        "history",
+        *_TAGS,
+    ),
+    _unpaired_format(
+        query_response_unpaired,
+        "query, response, label; history, system",
+        _with_tag("query", "response"),
+        "query",
+        "response",
         "history",
         *_TAGS,
     ),

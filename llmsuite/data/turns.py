@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmsuite.base.redaction import json_type_name
+from llmsuite.base.strict_json import parse_json
 from llmsuite.contract.schema.columns import kwargs_fault
 from llmsuite.data.keys import LOSS_KEYS, MARGIN, MEDIA, PART_KEYS, TEMPLATE_KWARGS, is_nothing
 from llmsuite.data.row_limits import MAX_TOOLS, check_count
@@ -110,6 +111,8 @@ def _message(turn: Row, role: str, where: str, calls_key: str = "") -> Message:
         del fields["tool_calls"]
     is_plain = fields.keys() == {"role", "content"} and fields["role"] == role and not has_no_content
     reasoning = _reasoning(turn, where)
+    if reasoning.strip() and role != "assistant":
+        raise ValueError(f"{where!r} of {role!r} has thoughts, and only the assistant's are read")
     raw = "" if is_plain else _as_json(fields, where)
     return Message(role, content, calls, reasoning, raw)
 
@@ -266,6 +269,9 @@ def parse_tool_calls(value: Any, where: str) -> tuple[ToolCall, ...]:
             call = call["function"]
         if not isinstance(call, Mapping) or not isinstance(call.get("name"), str) or not call["name"]:
             raise ValueError(f"{where!r} has a call without a name")
+        other = next((key for key in ("parameters", "input") if key in call and "arguments" not in call), None)
+        if other is not None:
+            raise ValueError(f"{where!r} has a call of {call['name']} with {other!r}; 'arguments' is the key")
         arguments = call.get("arguments", {})
         if isinstance(arguments, str):
             arguments = from_json(arguments or "{}", f"arguments of {call['name']} in {where}")
@@ -358,6 +364,6 @@ def parse_margin(row: Row) -> float:
 def from_json(text: str, where: str) -> Any:
     """Parse a JSON text."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return parse_json(text)
+    except ValueError as error:
         raise ValueError(f"{where!r} is not JSON: {error}") from error

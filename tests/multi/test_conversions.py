@@ -1,8 +1,8 @@
 """A run of a recipe made of another suite's file has the losses that the suite's own script had with it.
 
 tests/reference/make_trl_runs.py has run TRL's scripts and written their losses, make_suite_runs.py LLaMA-Factory's
-command. The first loss of ms-swift, Axolotl and PaddleFormers is computed by hand, of the tokens that their templates
-teach.
+command, make_swift_runs.py those of ms-swift. The first loss of `megatron`, Axolotl and PaddleFormers is computed by
+hand, of the tokens that their templates teach.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 
 from tests.multi.conftest import Runner
+from tests.reference import make_swift_runs
 from tests.reference.loss_by_hand import first_loss
 from tests.reference.make_suite_runs import FILES, MODEL, write_inputs
 from tests.reference.make_trl_runs import COUNT, ROWS
 from tests.reference.tiny_llama_files import write_model, write_rows
 from tests.support.paths import REFERENCE, ROOT
 
+SWIFT: dict[str, Any] = json.loads((REFERENCE / "conversions/swift.json").read_text(encoding="utf-8"))
 FOUND: dict[str, Any] = json.loads((REFERENCE / "conversions/trl.json").read_text(encoding="utf-8"))
 
 
@@ -68,6 +70,28 @@ def test_losses_of_other_suites(suite: str, runner: Runner, tmp_path: Path) -> N
         theirs = json.loads((REFERENCE / "conversions/llamafactory.json").read_text(encoding="utf-8"))
         assert theirs["arguments"] == FILES[suite]
         assert ours == pytest.approx(theirs["losses"], rel=2e-6)
+
+
+@pytest.mark.parametrize("command", ["sft", "dpo"])
+def test_losses_of_swift(command: str, runner: Runner, tmp_path: Path) -> None:
+    """Rows are conversations, and pairs in the form of ms-swift's own documentation."""
+    job = SWIFT[command]
+    assert job["arguments"] == make_swift_runs.JOBS[command]
+    make_swift_runs.write_inputs(tmp_path)
+    name = f"{command}-of-swift"
+    places = {
+        "model": str(tmp_path / make_swift_runs.MODEL),
+        "dataset": [str(tmp_path / rows) for rows in job["arguments"]["dataset"]],
+        "output_dir": str(runner.directory / name),
+    }
+    file = tmp_path / f"{command}.yaml"
+    recipe = tmp_path / "recipe.json"
+    file.write_text(json.dumps({**job["arguments"], **places}), encoding="utf-8")
+    runner.run("recipe", "from-swift", str(file), "-o", str(recipe))
+    runner.run("run", str(recipe), "--device=cpu", "--model.preset=null")  # the name is that of a larger model
+    ours = [record["loss"] for record in runner.metrics(name)]
+    assert ours == pytest.approx(job["losses"], rel=2e-6)
+    assert ours[-1] < ours[0] - 0.1  # it is a run in which something is learnt
 
 
 def test_dpo_of_swift_starts(runner: Runner, tmp_path: Path) -> None:

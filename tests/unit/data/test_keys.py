@@ -12,18 +12,23 @@ from hypothesis import strategies as st
 
 from llmsuite.base.errors import UserError
 from llmsuite.contract.schema.columns import fill_problems
-from llmsuite.data import conversation_formats, preference_formats, prompt_formats
+from llmsuite.data import conversation_formats, preference_formats, prompt_formats, rejected_formats
 from llmsuite.data.chat_template import BUILTIN, ChatTemplate
 from llmsuite.data.faults import Faults
 from llmsuite.data.keys import ALL, MEDIA, ROW_KEYS, TURN_KEYS, ColumnRules, filled, is_nothing
 from llmsuite.data.row_converter import RowConverter
-from llmsuite.data.rows import Prompt, conversations_of
+from llmsuite.data.rows import REASONING, Prompt, conversations_of
 from llmsuite.data.turns import parse_message
 from tests.support.tool_turns import ASK, HELLO, ROWS, TOOLS
 
 FORMATS = {
     data_format.name: data_format
-    for data_format in (*conversation_formats.BUILTIN, *preference_formats.BUILTIN, *prompt_formats.BUILTIN)
+    for data_format in (
+        *conversation_formats.BUILTIN,
+        *preference_formats.BUILTIN,
+        *rejected_formats.BUILTIN,
+        *prompt_formats.BUILTIN,
+    )
 }
 TABLE = [name for name, data_format in FORMATS.items() if data_format.kind != "prompt"]
 WITH_TURNS = [name for name in TABLE if name != "text"]
@@ -152,7 +157,7 @@ def test_columns_of_a_mapping_are_exactly_those_of_the_format() -> None:
     assert RowConverter("conversation", "auto", FORMATS, rules).convert("x:1", row, None, Faults()) is not None
 
 
-@pytest.mark.parametrize("key", ["images", "image", "video", "audios"])
+@pytest.mark.parametrize("key", ["images", "image", "video", "audios", "rejected_images"])
 def test_media_are_refused_by_name_unless_they_are_named(key: str) -> None:
     turn = {**ASK, key: ["a.png"]}
     with pytest.raises(ValueError, match=rf"'messages\[0\]\.{key}' is there, and only text is read"):
@@ -199,6 +204,52 @@ def test_a_key_of_a_turn_is_read_or_refused_by_name(key: str, value: Any) -> Non
         (conversation,) = conversations_of(convert("openai", {"messages": [ASK, turn]}, ignored)[0])
         assert PLAIN.unread_key(conversation.messages) is None
     assert ChatTemplate(PLAIN.source, {}, "a test", ignores_unknown=True).unread_key(row.messages) is None
+
+
+@given(
+    key=st.sampled_from(["extra", "strict", "call_id", "response", "parameters"]), value=VALUES, is_inner=st.booleans()
+)
+def test_a_key_of_a_call_is_read_or_refused_by_name(key: str, value: Any, is_inner: bool) -> None:
+    function: dict[str, Any] = {"name": "now", "arguments": {}}
+    call: dict[str, Any] = {"type": "function", "function": {**function, key: value}}
+    if not is_inner:
+        call = {"type": "function", "function": function, key: value}
+    row = {"messages": [ASK, {"role": "assistant", "content": "", "tool_calls": [call]}]}
+    template = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %};"
+    plain = ChatTemplate(template + "{% endfor %}", {}, "a test")
+    as_json = ChatTemplate("{% for m in messages %}{{ m | tojson }};{% endfor %}", {}, "a test")
+    messages = convert("openai", row)[0].messages
+    assert as_json.unread_key(messages) is None
+    place = "messages[1].tool_calls[0]" + (".function" if is_inner else "")
+    assert plain.unread_key(messages) == (None if is_nothing(value) else f"{key!r} of {place}")
+    for ignored in ([key], [key, ALL]):
+        (conversation,) = conversations_of(convert("openai", row, ignored)[0])
+        assert plain.unread_key(conversation.messages) is None
+        (found,) = conversation.messages[1].as_turn()["tool_calls"]
+        assert found == {"type": "function", "function": function}
+
+
+@pytest.mark.parametrize("key", ["parameters", "input"])
+def test_arguments_by_another_name_are_refused(key: str) -> None:
+    turn = {"role": "assistant", "content": "", "tool_calls": [{"name": "now", key: {"zone": "UTC"}}]}
+    with pytest.raises(ValueError, match=f"'m.tool_calls' has a call of now with '{key}'; 'arguments' is the key"):
+        parse_message(turn, "m")
+
+
+@pytest.mark.parametrize("turn", [ASK, {"role": "system", "content": "Be brief."}, {"role": "tool", "content": "1"}])
+@pytest.mark.parametrize("key", REASONING)
+def test_thoughts_of_others_are_refused(turn: dict[str, Any], key: str) -> None:
+    """Templates read those of the assistant only."""
+    with pytest.raises(ValueError, match=f"'m' of '{turn['role']}' has thoughts, and only the assistant's are read"):
+        parse_message({**turn, key: "Hm."}, "m")
+    assert parse_message({**turn, key: ""}, "m").content == turn["content"]
+
+
+@pytest.mark.parametrize("text", ['{"a": 1, "a": 2}', '{"a": NaN}'])
+def test_json_in_texts_is_as_strict_as_that_of_rows(text: str) -> None:
+    call = {"function": {"name": "now", "arguments": text}}
+    with pytest.raises(ValueError, match=r"'arguments of now in m\.tool_calls' is not JSON"):
+        parse_message({"role": "assistant", "content": "", "tool_calls": [call]}, "m")
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "text"])

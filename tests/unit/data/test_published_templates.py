@@ -29,10 +29,11 @@ TEXTS: dict[str, list[Any]] = json.loads((REFERENCE / "chat_texts.json").read_te
 SUPERVISED = {
     "qwen3": 46,
     "qwen3_training": 46,
-    "glm4moe": 44,
+    "glm4moe": 46,
     "gptoss": 34,
     "qwen2_5": 22,
     "llama3_1": 22,
+    "glm4_0414": 18,
     "mistral_v7": 12,
     "mistral_v3": 8,
 }

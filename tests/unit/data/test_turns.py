@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmsuite.base.errors import UserError
-from llmsuite.data import conversation_formats, preference_formats, prompt_formats
+from llmsuite.data import conversation_formats, preference_formats, prompt_formats, rejected_formats
 from llmsuite.data.chat_template import ChatTemplate
 from llmsuite.data.rows import Conversation, Message, conversations_of, turns_of
 from llmsuite.data.turns import parse_message, parse_sharegpt_message
@@ -20,7 +20,12 @@ from tests.support.tool_turns import ASK, CALL, HELLO, ROWS, TOOLS
 
 FORMATS = {
     data_format.name: data_format
-    for data_format in (*conversation_formats.BUILTIN, *preference_formats.BUILTIN, *prompt_formats.BUILTIN)
+    for data_format in (
+        *conversation_formats.BUILTIN,
+        *preference_formats.BUILTIN,
+        *rejected_formats.BUILTIN,
+        *prompt_formats.BUILTIN,
+    )
 }
 JSON = st.recursive(
     st.booleans() | st.integers(-9, 9) | st.text(max_size=4),

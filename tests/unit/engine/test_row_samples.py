@@ -18,7 +18,7 @@ import pytest
 
 from llmsuite.base.errors import UserError
 from llmsuite.contract.registry import Registry
-from llmsuite.data import conversation_formats, preference_formats, prompt_formats
+from llmsuite.data import conversation_formats, preference_formats, prompt_formats, rejected_formats
 from llmsuite.data.lazy_sequences import LazySequence, Subset, lengths_of
 from llmsuite.data.mixture import Mixture
 from llmsuite.data.tokenizer import TextTokenizer
@@ -36,7 +36,15 @@ from tests.support import dpo_case, grpo_case
 from tests.support.paths import DATA, ROOT
 
 Made = Callable[..., Stage[Any]]
-FORMATS = {f.name: f for f in (*conversation_formats.BUILTIN, *preference_formats.BUILTIN, *prompt_formats.BUILTIN)}
+FORMATS = {
+    f.name: f
+    for f in (
+        *conversation_formats.BUILTIN,
+        *preference_formats.BUILTIN,
+        *rejected_formats.BUILTIN,
+        *prompt_formats.BUILTIN,
+    )
+}
 
 
 def context(report: Callable[[str], None] = lambda text: None, **data: Any) -> StageContext:
