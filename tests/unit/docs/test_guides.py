@@ -122,6 +122,7 @@ def test_what_clusters_start_are_commands(registry: Registry) -> None:
         "from-trl",
         "hub",
         "models",
+        "paddle-scripts",
         "planning",
         "plugin-examples",
         "plugin-models",
