@@ -354,7 +354,8 @@ def pages() -> dict[Path, str]:
         DOCS / "reference" / "plugins.md": plugins_page(),
         DOCS / "reference" / "support.md": support_page(report, registry),
         DOCS / "guide" / "plugins.md": replaced("guide/plugins.md", "example", example()),
-        DOCS / "guide" / "gallery.md": replaced("guide/gallery.md", "gemma", gemma()),
+        DOCS / "guide" / "tutorial-family.md": replaced("guide/tutorial-family.md", "gemma", gemma()),
+        DOCS / "zh" / "guide" / "tutorial-family.md": replaced("zh/guide/tutorial-family.md", "gemma", gemma()),
         DOCS / "zh" / "guide" / "plugins.md": replaced("zh/guide/plugins.md", "example", example()),
     }
 

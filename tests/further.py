@@ -35,7 +35,7 @@ FURTHER = {
         "program_pipelines program_rollouts programs python qat rank_programs reft rehearse rehearse_recipes "
         "removals report_page reported_resumes restarts rollout_engine rollouts saving serve_adapters serve_ranks "
         "sim_further sim_removals sim_stages split_kernels standin standin_further standin_programs studio_page "
-        "token_accuracy traffic upstream vocabulary weighted_turns windows"
+        "token_accuracy traffic tutorials upstream vocabulary weighted_turns windows"
     ),
     "unit/benchmarks": "roofline",
     "unit/checkpoint/convert": "merge_families merge_memory paddlenlp_peft",

@@ -1,4 +1,4 @@
-"""The Gemma of docs/guide/gallery.md: its commands as they stand, and that it is one network on every path."""
+"""The Gemma of docs/guide/tutorial-family.md: its commands as they stand, and that it is one network on every path."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.multi.conftest import Runner
 from tests.support.paths import ROOT
 
 EXAMPLE = ROOT / "examples" / "gemma" / "gemma.py"
-PAGE = (ROOT / "docs" / "guide" / "gallery.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "guide" / "tutorial-family.md").read_text(encoding="utf-8")
 
 
 def test_it_has_sixty_lines_of_code() -> None:
