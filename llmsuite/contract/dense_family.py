@@ -39,6 +39,8 @@ def dense_family(
             `llmsuite.models.gguf_names`.
     """
     names = "MTP_NAMES" if config_cls.stores_mtp else "NAMES"
+    if config_cls.hf_plain_stacks:
+        names = "PLAIN_STACK_NAMES"
     if gguf_architectures:
         names = "GGUF_NAMES"
     return ModelFamily(

@@ -270,6 +270,11 @@ class DenseConfig(GroupedQueryConfig):
     """Modules and parameters of a layer that have another name in HF's files than here, by our name. Several modules
     with one name are joined in one matrix there, in this order. `{}` in a name stands for the number of an expert;
     experts without it are one stack of matrices there too."""
+    hf_alternating: ClassVar[tuple[str, ...]] = ()
+    """Names in `hf_parts` of joined matrices and biases whose columns are of each part in turn, not of one part after
+    the other."""
+    hf_plain_stacks: ClassVar[bool] = False
+    """True where HF's files have experts as [E, inputs, outputs], as they are in memory, not transposed."""
     not_loaded: ClassVar[tuple[str, ...]] = ()
     """Beginnings of the names of tensors in HF's files that the model does not have."""
     shared_key: ClassVar[str] = "n_shared_experts x moe_intermediate_size"

@@ -19,7 +19,7 @@ from paddle import nn
 
 from llmsuite.base.typing import Tensor
 from llmsuite.devices.masks import causal_mask, document_mask
-from llmsuite.devices.ops import Ops, capped_attention
+from llmsuite.devices.ops import Ops, scored_attention
 from llmsuite.models.blocks import (
     Attention,
     DecoderLayer,
@@ -36,7 +36,7 @@ from llmsuite.models.blocks import (
 from llmsuite.models.decoder_config import DenseConfig
 from llmsuite.models.gated_delta import GatedDeltaAttention
 from llmsuite.models.head import head_of
-from llmsuite.models.shape_spec import GatedDelta, GroupedQuery, LayerSpec, Norm
+from llmsuite.models.shape_spec import GatedDelta, GroupedQuery, LayerSpec, Norm, ShapeSpec
 from llmsuite.models.shape_spec import GatedMLP as GatedMLPSpec
 from llmsuite.models.shape_spec import GeluMLP as GeluMLPSpec
 
@@ -61,8 +61,11 @@ class DenseAttention(Attention):
         """`norm` is the kind of the norms of queries and keys."""
         super().__init__(config, ops, spec.biased, spec.output_biased, interleaved=spec.interleaved)
         self.rounds_activations = False  # scales, caps and norms take queries and keys in full precision
-        if spec.score_cap is not None:
-            self.core = _capped_core(spec.score_cap, ops.decoding.heads_first)
+        if spec.needs_scores:
+            self.core = _scored_core(spec.score_cap, ops.decoding.heads_first)
+        self.sinks: Tensor | None = None
+        if spec.sinks:
+            self.sinks = self.create_parameter([spec.heads], default_initializer=nn.initializer.Constant(0.0))
         size = spec.head_size
         self.rotates = spec.rotary
         self.rotary_size = size if spec.rotary_size is None else spec.rotary_size
@@ -109,7 +112,8 @@ class DenseAttention(Attention):
         if self.query_scale != 1.0:
             q = q * self.query_scale
         k, v = extend_cache(k, v, past, self.heads_first)
-        out = self.core(q, k, v, mask).reshape([0, 0, -1])
+        of_heads = [] if self.sinks is None else [self.sinks]
+        out = self.core(q, k, v, mask, *of_heads).reshape([0, 0, -1])
         if gate is not None:
             out = out * F.sigmoid(gate)
         return self.o_proj(out), (k, v)
@@ -133,10 +137,10 @@ class DenseAttention(Attention):
 
 
 @functools.cache
-def _capped_core(cap: float, heads_first: bool) -> Callable[..., Tensor]:
-    """`capped_attention` with its first arguments: one object, as layers share a program only if their cores are
+def _scored_core(cap: float | None, heads_first: bool) -> Callable[..., Tensor]:
+    """`scored_attention` with its first arguments: one object, as layers share a program only if their cores are
     equal."""
-    return functools.partial(capped_attention, cap, heads_first)
+    return functools.partial(scored_attention, cap, heads_first)
 
 
 class GeluGatedMLP(GatedMLP):
@@ -207,8 +211,7 @@ class DenseLM(RotaryLM):
     def __init__(self, config: DenseConfig, ops: Ops):
         spec = config.shape_spec()
         assert isinstance(self, Scaled) or not spec.is_scaled, f"{type(config).__name__}.network has to be ScaledLM"
-        if any(layer.score_cap is not None for layer in spec.layers):  # its attention takes plain masks
-            ops = dataclasses.replace(ops, causal_mask=causal_mask, document_mask=document_mask)
+        ops = with_masks(ops, spec)
         kinds = spec.attention_kinds
         layers = [_make_layer(config, ops, layer, kinds, spec.has_states) for layer in spec.layers]
         norm = make_norm(spec.norm, config.hidden_size, config.rms_norm_eps, ops)
@@ -255,6 +258,13 @@ class Scaled(RotaryLM):
 
 class ScaledLM(Scaled, DenseLM):
     """A dense decoder with factors of the embedding and of the logits, and a cap of the logits."""
+
+
+def with_masks(ops: Ops, spec: ShapeSpec) -> Ops:
+    """The operations with the masks that the attention of a model takes."""
+    if any(layer.needs_scores for layer in spec.layers):
+        return dataclasses.replace(ops, causal_mask=causal_mask, document_mask=document_mask)
+    return ops
 
 
 def make_norm(kind: Norm, size: int, eps: float, ops: Ops) -> nn.Layer:

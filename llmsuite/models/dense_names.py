@@ -65,18 +65,19 @@ class DenseNames:
         match = _LAYER.fullmatch(name)
         if match is None:
             return HfTensors((name,))
-        if match["part"] in config.hf_parts:
-            return HfTensors((f"{match['layer']}.{config.hf_parts[match['part']]}",))
-        theirs = config.hf_parts.get(match["module"])
+        ours, end = match["part"], ""
+        if ours not in config.hf_parts:
+            ours, end = match["module"], f".{match['kind']}"
+        theirs = config.hf_parts.get(ours)
         if theirs is None:
             return HfTensors((name,))
-        tensor = (f"{match['layer']}.{theirs}.{match['kind']}",)
-        joined = [module for module, other in config.hf_parts.items() if other == theirs]
+        tensor = (f"{match['layer']}.{theirs}{end}",)
+        joined = [part for part, other in config.hf_parts.items() if other == theirs]
         if len(joined) == 1:
             return HfTensors(tensor)
         shapes = _layer_shapes(config, config.shape_spec().layers[int(match["number"])])
-        sizes = tuple(shapes[f"{module}.{match['kind']}"][-1] for module in joined)
-        return HfTensors(tensor, part=joined.index(match["module"]), sizes=sizes)
+        sizes = tuple(shapes[f"{part}{end}"][-1] for part in joined)
+        return HfTensors(tensor, part=joined.index(ours), sizes=sizes, alternates=theirs in config.hf_alternating)
 
     def from_hf(self, name: str, config: DenseConfig) -> str | None:
         """The full name of a tensor in an HF file; None for one that is computed, or that the model does not have."""
@@ -104,6 +105,14 @@ class DenseMtpNames(DenseNames):
     def is_carried(self, name: str, config: DenseConfig) -> bool:
         """True if a tensor of an HF file belongs to an MTP layer of a model that does not train them."""
         return is_of_untrained_mtp(name, config)
+
+
+class PlainStackNames(DenseNames):
+    """`DenseNames` of a family whose experts are [inputs, outputs] in HF's files too."""
+
+    def is_linear(self, name: str) -> bool:
+        """True if HF stores this parameter transposed: stacks of experts it does not."""
+        return super().is_linear(name) and ".mlp.experts." not in name
 
 
 class DenseGgufNames(DenseNames):
@@ -137,6 +146,7 @@ class DenseGgufNames(DenseNames):
 
 NAMES = DenseNames()
 MTP_NAMES = DenseMtpNames()
+PLAIN_STACK_NAMES = PlainStackNames()
 GGUF_NAMES = DenseGgufNames()
 
 
@@ -168,7 +178,8 @@ def _attention_shapes(config: DenseConfig, attention: Any) -> Shapes:
     if attention.normed is not None:
         counts = (attention.heads, attention.kv_heads) if attention.normed == "whole" else (1, 1)
         qk_norms = (counts[0] * attention.head_size, counts[1] * attention.head_size)
-    return attention_shapes(config, attention.biased, attention.output_biased, qk_norms, attention.gated)
+    sinks: Shapes = {"sinks": (attention.heads,)} if attention.sinks else {}  # parameters come before modules
+    return sinks | attention_shapes(config, attention.biased, attention.output_biased, qk_norms, attention.gated)
 
 
 def _mlp_shapes(hidden: int, mlp: Any) -> Shapes:
@@ -179,9 +190,11 @@ def _mlp_shapes(hidden: int, mlp: Any) -> Shapes:
         return mlp_shapes(hidden, mlp.width, mlp.biased)
     assert isinstance(mlp, MoE)
     found: Shapes = {"gate.weight": (hidden, mlp.experts)}
+    if mlp.gate_biased:
+        found["gate.bias"] = (mlp.experts,)
     if mlp.choice_biased:
         found["gate.e_score_correction_bias"] = (1, mlp.experts) if mlp.bias_is_row else (mlp.experts,)
-    found |= expert_shapes(hidden, mlp.width, mlp.experts)
+    found |= expert_shapes(hidden, mlp.width, mlp.experts, mlp.biased)
     if not mlp.shared_width:
         return found
     module = "shared_expert" if mlp.shared_gated else "shared_experts"

@@ -51,6 +51,7 @@ PLAN = dataclasses.replace(
     shard_dims=(
         *DENSE.shard_dims,
         ROUTED,
+        ("model.layers.*.mlp.experts.*_proj.bias", 0),
         *shared_dims("shared_experts"),
         *shared_dims("shared_expert"),
     ),

@@ -101,7 +101,7 @@ def test_scores_are_capped_before_the_mask(heads_first: bool) -> None:
     given = [paddle.to_tensor(x) for x in (q, k, v)]
     if heads_first:
         given[1:] = [x.transpose([0, 2, 1, 3]) for x in given[1:]]
-    found = ops.capped_attention(0.5, heads_first, *given, mask).numpy()
+    found = ops.scored_attention(0.5, heads_first, *given, mask).numpy()
     k, v = (x.repeat(2, 2) for x in (k, v))
     scores = 0.5 * np.tanh(np.einsum("blhk,bshk->bhls", q, k) / 8**0.5 / 0.5) + mask.numpy()
     weights = np.exp(scores)
