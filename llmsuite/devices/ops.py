@@ -28,11 +28,17 @@ def identity(x: Tensor) -> Tensor:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cap: float | None = None, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    group: int | None = None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Softmax(q k^T / sqrt(K) + mask) v. q [B, L, H, K]; k, v [B, S, J, K] -> [B, L, H, K]. `cap` and `sinks` as in
-    `scored_attention`."""
-    groups = q.shape[2] // k.shape[2]
+    """Softmax(q k^T / sqrt(K) + mask) v. q [B, L, H, K]; k, v [B, S, J, K] -> [B, L, H, K]. `group`, `cap` and `sinks`
+    as in `scored_attention`."""
+    groups = q.shape[2] // k.shape[2] if group is None else group
     if groups > 1:
         k, v = (paddle.stack([x] * groups, 3).reshape([0, 0, -1, x.shape[-1]]) for x in (k, v))
     scale = q.shape[-1] ** -0.5
@@ -52,6 +58,7 @@ def attention(
 
 
 def scored_attention(
+    group: int,
     cap: float | None,
     heads_first: bool,
     q: Tensor,
@@ -63,6 +70,7 @@ def scored_attention(
     """`attention` with changes that need all scores.
 
     Args:
+        group: number of heads of queries that share a head of keys: a program does not know the first of them.
         cap: C where scores s become C tanh(s / C) before the mask is added (Gemma 2); None for plain scores.
         heads_first: True where k and v are [B, J, S, K], as those of a cache.
         q: as for `attention`.
@@ -74,7 +82,7 @@ def scored_attention(
     """
     if heads_first:
         k, v = (x.transpose([0, 2, 1, 3]) for x in (k, v))
-    return attention(q, k, v, mask, cap, sinks)
+    return attention(q, k, v, mask, group, cap, sinks)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -62,7 +62,7 @@ class DenseAttention(Attention):
         super().__init__(config, ops, spec.biased, spec.output_biased, interleaved=spec.interleaved)
         self.rounds_activations = False  # scales, caps and norms take queries and keys in full precision
         if spec.needs_scores:
-            self.core = _scored_core(spec.score_cap, ops.decoding.heads_first)
+            self.core = _scored_core(spec.heads // spec.kv_heads, spec.score_cap, ops.decoding.heads_first)
         self.sinks: Tensor | None = None
         if spec.sinks:
             self.sinks = self.create_parameter([spec.heads], default_initializer=nn.initializer.Constant(0.0))
@@ -137,10 +137,10 @@ class DenseAttention(Attention):
 
 
 @functools.cache
-def _scored_core(cap: float | None, heads_first: bool) -> Callable[..., Tensor]:
+def _scored_core(group: int, cap: float | None, heads_first: bool) -> Callable[..., Tensor]:
     """`scored_attention` with its first arguments: one object, as layers share a program only if their cores are
     equal."""
-    return functools.partial(scored_attention, cap, heads_first)
+    return functools.partial(scored_attention, group, cap, heads_first)
 
 
 class GeluGatedMLP(GatedMLP):
