@@ -282,6 +282,7 @@ def llmsuite_register_models() -> list[ModelFamily]:
         _dense("ministral", "Ministral", "Ministral 3 for text", ("ministral3",)),
         _dense("granite_moe", "GraniteMoe", "Granite 3.x with experts", ("granitemoe",)),
         _dense("minimax", "Minimax", "MiniMax-M2", ("minimax_m2",)),
+        _dense("gpt_oss", "GptOss", "gpt-oss", ("gpt_oss",)),
         _dense("glm_moe", "GlmMoe", "GLM-4.5, GLM-4.6", ("glm4_moe",)),
         _dense("ernie_moe", "ErnieMoe", "ERNIE-4.5 with experts", ("ernie4_5_moe",)),
         _dense("gpt", "GPT", "GPT-2, GPT-3", ("gpt2", "gpt")),

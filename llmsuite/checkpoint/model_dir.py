@@ -23,6 +23,7 @@ from llmsuite.checkpoint.expected_tensor import FLOATS, ExpectedTensor
 from llmsuite.checkpoint.fp8 import Fp8Format, Fp8Tensors
 from llmsuite.checkpoint.fused import Heads, UnfusedTensors, is_fused
 from llmsuite.checkpoint.gptq import GptqFormat
+from llmsuite.checkpoint.mxfp4 import Mxfp4Tensors, is_mxfp4
 from llmsuite.checkpoint.packed_groups import PackedTensors
 from llmsuite.checkpoint.stored import FP8, INT8, StoredTensor
 from llmsuite.checkpoint.tensors import SUFFIX, Int8Tensors, RenamedTensors, TensorFiles, TensorSource, TensorSpec
@@ -124,6 +125,9 @@ class ModelDirectory:
             *shape, size = self.spec(name).shape
             *outer, last = index or [*map(slice, shape), slice(size)]
             start, stop, _ = last.indices(size)
+            if place.alternates:
+                both = [*outer, slice(start * place.num_parts, stop * place.num_parts)]
+                return np.ascontiguousarray(self._read(place, place.names[0], both, is_transposed)[..., place.columns])
             before = place.columns.start
             index = [*outer, slice(before + start, before + stop)]
         return self._read(place, place.names[0], index, is_transposed)
@@ -251,7 +255,7 @@ def read_config(path: Path, families: Mapping[str, ModelFamily]) -> tuple[ModelF
     if not isinstance(data.get("quantization_config"), dict | None):
         raise UserError(f"{where}: quantization_config is {_short(data['quantization_config'])}; an object is needed")
     with _of_file(where):
-        if has_scales(path) or Fp8Format.of(data) or GptqFormat.of(data) or AwqFormat.of(data):
+        if has_scales(path) or any(of(data) for of in (Fp8Format.of, GptqFormat.of, AwqFormat.of, is_mxfp4)):
             data.pop("quantization_config", None)  # the tensors are dequantised when they are read
         for family in families.values():
             if model_type in family.hf_model_types:
@@ -333,6 +337,8 @@ def _open_tensors(path: Path, check: bool) -> TensorSource:
     awq = AwqFormat.of(config)
     if awq:
         return PackedTensors(files, awq)
+    if is_mxfp4(config):
+        return Mxfp4Tensors(files)
     name_of = {files.spec(name).dtype: name for name in files.names}
     if INT8 in name_of:
         raise UserError(f"{path}: {name_of[INT8]!r} is int8, and there is no {Int8Tensors.STEM}{SUFFIX} with its scale")

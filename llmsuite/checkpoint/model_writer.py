@@ -115,6 +115,8 @@ class TensorLayout:
         self._is_transposed = layout == "hf" and not as_in_memory
         self.linears: set[str] = set()
         """Tensors that HF stores transposed."""
+        self._alternating: set[str] = set()
+        """Tensors whose columns are of each of their parameters in turn."""
         for spec in specs:
             place = names.hf_tensors(spec.name, config)
             for number, name in enumerate((*place.names, *place.copies)):
@@ -132,6 +134,8 @@ class TensorLayout:
                     shape = (*spec.shape[:-1], sum(piece.spec.shape[-1] for piece in pieces))
                 if names.is_linear(spec.name):
                     self.linears.add(theirs)
+                if place.alternates:
+                    self._alternating.add(theirs)
                 if self.is_transposed(theirs):
                     shape = place.transposed_dims(shape)
                 self.specs.append(TensorSpec(theirs, shape, spec.dtype))
@@ -174,6 +178,9 @@ class TensorLayout:
         shape = self._by_name[name].shape
         bounds = [s.indices(n) for s, n in zip(index or [slice(None)] * len(shape), shape)]
         *outer, (first, last, _) = place.transposed_dims(bounds) if is_transposed else bounds
+        if name in self._alternating:
+            value = _in_turn(pieces, read, [slice(a, b) for a, b, _ in outer], first, last)
+            return place.transposed(value) if is_transposed else value
         parts = []
         start = 0
         for piece in pieces:
@@ -190,6 +197,23 @@ class TensorLayout:
                 parts.append(read(piece.spec.name, [slice(piece.index, piece.index + 1), *own])[0])
         value = parts[0] if len(parts) == 1 else np.concatenate(parts, -1)
         return place.transposed(value) if is_transposed else value
+
+
+def _in_turn(pieces: Sequence[_Piece], read: Read, outer: Sequence[slice], first: int, last: int) -> np.ndarray:
+    """The columns from `first` to `last` of a tensor that has those of each of its parameters in turn.
+
+    Args:
+        pieces: the parameters.
+        read: returns a slice of one.
+        outer: slices of the dims before the last.
+        first: number of the first column.
+        last: number of the column after the last.
+    """
+    count = len(pieces)
+    own = slice(first // count, -(-last // count))
+    value = np.stack([read(piece.spec.name, [*outer, own]) for piece in pieces], -1)
+    start = own.start * count
+    return value.reshape(*value.shape[:-2], -1)[..., first - start : last - start]
 
 
 def write_model(

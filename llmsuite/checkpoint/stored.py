@@ -25,11 +25,12 @@ from llmsuite.base.strict_json import parse_json
 
 INT8 = "int8"
 FP8 = "float8_e4m3fn"
+UINT8 = "uint8"
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32"}
-DTYPES |= {"I8": INT8, "F8_E4M3": FP8}  # quantised matrices with tensors of scales, see `int8.py` and `fp8.py`
+# of quantised matrices with tensors of scales, see `int8.py`, `fp8.py` and `mxfp4.py`
+DTYPES |= {"I8": INT8, "F8_E4M3": FP8, "U8": UINT8}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 _OTHER_SIZES = {
-    "U8": 1,
     "BOOL": 1,
     "F8_E5M2": 1,
     "U16": 2,

@@ -27,10 +27,18 @@ def identity(x: Tensor) -> Tensor:
     return x
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cap: float | None = None) -> Tensor:
-    """Softmax(q k^T / sqrt(K) + mask) v. q [B, L, H, K]; k, v [B, S, J, K] -> [B, L, H, K]. `cap` as in
-    `capped_attention`."""
-    groups = q.shape[2] // k.shape[2]
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    group: int | None = None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Softmax(q k^T / sqrt(K) + mask) v. q [B, L, H, K]; k, v [B, S, J, K] -> [B, L, H, K]. `group`, `cap` and `sinks`
+    as in `scored_attention`."""
+    groups = q.shape[2] // k.shape[2] if group is None else group
     if groups > 1:
         k, v = (paddle.stack([x] * groups, 3).reshape([0, 0, -1, x.shape[-1]]) for x in (k, v))
     scale = q.shape[-1] ** -0.5
@@ -41,15 +49,40 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cap: float |
         scores = cap * paddle.tanh(scores / cap)
     if mask is not None:
         scores = scores + mask
+    if sinks is not None:
+        # one more key, whose value is zero
+        column = paddle.zeros_like(scores[..., :1]) + sinks.astype(scores.dtype).reshape([1, -1, 1, 1])
+        scores = paddle.concat([scores, column], -1)
+        v = paddle.concat([v, paddle.zeros_like(v[:, :, :1])], 2)
     return paddle.matmul(F.softmax(scores, -1), v).transpose([0, 2, 1, 3])
 
 
-def capped_attention(cap: float, heads_first: bool, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """`attention` with scores s that become cap * tanh(s / cap) before the mask is added (Gemma 2). With `heads_first`
-    k and v are [B, J, S, K], as those of a cache."""
+def scored_attention(
+    group: int,
+    cap: float | None,
+    heads_first: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`attention` with changes that need all scores.
+
+    Args:
+        group: number of heads of queries that share a head of keys: a program does not know the first of them.
+        cap: C where scores s become C tanh(s / C) before the mask is added (Gemma 2); None for plain scores.
+        heads_first: True where k and v are [B, J, S, K], as those of a cache.
+        q: as for `attention`.
+        k: keys.
+        v: values.
+        mask: as for `attention`.
+        sinks: [H], a score of each head that has no value: exp(sink) is added to the denominator of the softmax
+            (gpt-oss, arXiv 2508.10925, section 2). None for none.
+    """
     if heads_first:
         k, v = (x.transpose([0, 2, 1, 3]) for x in (k, v))
-    return attention(q, k, v, mask, cap)
+    return attention(q, k, v, mask, group, cap, sinks)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -70,6 +103,14 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up (Shazeer 2020, arXiv 2002.05202). Both [B, L, F]."""
     return F.silu(gate) * up
+
+
+def clamped_swiglu(slope: float, limit: float, gate: Tensor, up: Tensor) -> Tensor:
+    """g sigmoid(slope g) (u + 1) with g = min(gate, limit) and u = up, cut to the range from -limit to limit (gpt-oss,
+    arXiv 2508.10925, section 2). Both [..., F]."""
+    gate = gate.clip(max=limit)
+    up = up.clip(min=-limit, max=limit)
+    return gate * F.sigmoid(slope * gate) * (up + 1.0)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

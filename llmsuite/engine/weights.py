@@ -260,8 +260,10 @@ def random_values(chunks: Sequence[Any], seed: int, std: float) -> ReadSlice:
     """
     constants: dict[str, np.ndarray] = {}
     for name, parameter in (pair for chunk in chunks for pair in chunk.named_parameters()):
-        # a bias may be stored as one row; what is stored of a quantised matrix comes from the matrix
-        if not is_quantised_part(name) and (parameter.ndim == 1 or parameter.shape[0] == 1):
+        # a bias may be stored as one row, and those of experts are a stack; what is stored of a quantised matrix comes
+        # from the matrix
+        is_vector = parameter.ndim == 1 or parameter.shape[0] == 1 or name.endswith(".bias")
+        if is_vector and not is_quantised_part(name):
             parameter.initialize()
             constants[name] = array_of(parameter)
     return _either(constants, lambda name, shape, index: constants[name][tuple(index)], _normal(seed, std))

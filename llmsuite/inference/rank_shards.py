@@ -104,7 +104,9 @@ def fill_shard(model: Any, plan: ShardPlan, mesh: Mesh, read: ReadSlice, dtype: 
 def _is_bias_of_sum(name: str, plan: ShardPlan) -> bool:
     """True for the bias of a row-parallel matrix."""
     module, _, kind = name.rpartition(".")
-    return kind == "bias" and module != plan.embedding and plan.dim(f"{module}.weight") == 0
+    if kind != "bias" or module == plan.embedding or plan.is_expert(name):
+        return False
+    return plan.dim(f"{module}.weight") == 0
 
 
 def add_collectives(model: Any, plan: ShardPlan, mesh: Mesh, ring: int) -> None:

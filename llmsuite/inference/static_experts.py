@@ -68,15 +68,14 @@ class StaticDispatcher(TokenDispatcher):
 
     def _by_expert(self, experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
         """Rows [N, D], sorted by expert with `counts` rows of each, through unpacked experts, one after the other."""
-        gate, up, down = (of.weight for of in (experts.gate_proj, experts.up_proj, experts.down_proj))
-        num_experts = gate.shape[0]
+        num_experts = experts.gate_proj.weight.shape[0]
         ends = counts.cumsum()
         parts = []
         for expert in range(num_experts):
             first = ends[expert - 1] if expert else paddle.zeros([], "int64")
             part = paddle.slice(rows, [0], [first], [ends[expert]])
-            inner = experts.swiglu(paddle.matmul(part, gate[expert]), paddle.matmul(part, up[expert]))
-            parts.append(paddle.matmul(inner, down[expert]))
+            inner = experts.swiglu(*(of.of_expert(part, expert) for of in (experts.gate_proj, experts.up_proj)))
+            parts.append(experts.down_proj.of_expert(inner, expert))
         if self._first is not None:
             parts.append(paddle.zeros_like(paddle.slice(rows, [0], [ends[num_experts - 1]], [ends[num_experts]])))
         return paddle.concat(parts)
@@ -85,5 +84,9 @@ class StaticDispatcher(TokenDispatcher):
 def _grouped(experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
     """Rows [N, D], sorted by expert with `counts` rows of each, through packed experts: one operation for each
     stack."""
-    inner = experts.swiglu(*(of.weight.grouped_product(rows, counts) for of in (experts.gate_proj, experts.up_proj)))
-    return experts.down_proj.weight.grouped_product(inner, counts)
+
+    def product(of: GroupedLinear, x: Tensor) -> Tensor:
+        return of.with_bias(of.weight.grouped_product(x, counts), counts)
+
+    inner = experts.swiglu(product(experts.gate_proj, rows), product(experts.up_proj, rows))
+    return product(experts.down_proj, inner)

@@ -120,6 +120,9 @@ class DecoderConfig:
     """Modules and parameters of a layer that have another name in HF's files than here, by our name. Several modules
     with one name are joined in one matrix there, in this order. `{}` in a name stands for the number of an expert;
     experts without it are one stack of matrices there too."""
+    hf_alternating: ClassVar[tuple[str, ...]] = ()
+    """Names in `hf_parts` of joined matrices and biases whose columns are of each part in turn, not of one part after
+    the other."""
     hf_reversed: ClassVar[frozenset[str]] = frozenset()
     """Modules of a layer, by our name, whose weights have all dims in the other order in HF's files: convolutions."""
     hf_modules: ClassVar[Mapping[str, str]] = {}
@@ -131,7 +134,7 @@ class DecoderConfig:
 
     names: ClassVar[str] = "llmsuite.models.dense_names:NAMES"
     """Address of the names of the family: `MTP_NAMES` where its files may have layers for multi-token prediction
-    (`models.mtp`)."""
+    (`models.mtp`), `PLAIN_STACK_NAMES` where they have experts as [E, inputs, outputs], as they are in memory."""
 
     vocab_size: PositiveInt
     """Rows of the embedding."""

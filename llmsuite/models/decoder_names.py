@@ -103,9 +103,9 @@ def _matrix(name: str, inputs: int, outputs: int, bias: bool) -> Shapes:
     return {f"{name}.weight": (inputs, outputs)} | ({f"{name}.bias": (outputs,)} if bias else {})
 
 
-def expert_shapes(hidden: int, width: int, count: int) -> Shapes:
+def expert_shapes(hidden: int, width: int, count: int, bias: bool = False) -> Shapes:
     """The parameters of `experts.Experts`."""
-    return {f"experts.{part}": (count, *shape) for part, shape in mlp_shapes(hidden, width).items()}
+    return {f"experts.{part}": (count, *shape) for part, shape in mlp_shapes(hidden, width, bias).items()}
 
 
 def mtp_shapes(hidden: int) -> Shapes:
@@ -150,10 +150,11 @@ def expert_tensors(name: str, count: int, modules: Mapping[str, str] = MappingPr
         name: the parameter.
         count: number of experts.
         modules: the modules of an expert in HF's files by ours, such as `mlp.experts.gate_proj`, where they are not
-            `mlp.experts.N.gate_proj`; `{}` stands for the number of the expert.
+            `mlp.experts.N.gate_proj`; `{}` stands for the number of the expert. It may have parameters too, such as
+            `mlp.experts.gate_proj.weight`: these are one tensor.
     """
     match = _STACKED.fullmatch(name)
-    if match is None:
+    if match is None or f"mlp.experts.{match[2]}.weight" in modules:
         return None
     theirs = modules.get(f"mlp.experts.{match[2]}", f"mlp.experts.{{}}.{match[2]}")
     if "{}" not in theirs:

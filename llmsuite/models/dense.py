@@ -19,7 +19,7 @@ from paddle import nn
 
 from llmsuite.base.typing import Tensor
 from llmsuite.devices.masks import causal_mask, document_mask
-from llmsuite.devices.ops import Ops, capped_attention
+from llmsuite.devices.ops import Ops, scored_attention
 from llmsuite.models.blocks import (
     ZEROS,
     Attention,
@@ -39,7 +39,7 @@ from llmsuite.models.gated_delta import GatedDeltaAttention
 from llmsuite.models.head import head_of
 from llmsuite.models.latent_attention import LatentAttention
 from llmsuite.models.rotation import positions
-from llmsuite.models.shape_spec import GatedDelta, GroupedQuery, Latent, LayerSpec, Norm, input_kind
+from llmsuite.models.shape_spec import GatedDelta, GroupedQuery, Latent, LayerSpec, Norm, ShapeSpec, input_kind
 from llmsuite.models.shape_spec import GatedMLP as GatedMLPSpec
 from llmsuite.models.shape_spec import GeluMLP as GeluMLPSpec
 
@@ -64,8 +64,11 @@ class DenseAttention(Attention):
         """`norm` is the kind of the norms of queries and keys."""
         super().__init__(config.hidden_size, config.norm_eps, ops, spec)
         self.rounds_activations = False  # scales, caps and norms take queries and keys in full precision
-        if spec.score_cap is not None:
-            self.core = _capped_core(spec.score_cap, ops.decoding.heads_first)
+        if spec.needs_scores:
+            self.core = _scored_core(spec.heads // spec.kv_heads, spec.score_cap, ops.decoding.heads_first)
+        self.sinks: Tensor | None = None
+        if spec.sinks:
+            self.sinks = self.create_parameter([spec.heads], default_initializer=nn.initializer.Constant(0.0))
         size = spec.head_size
         self.rotates = spec.rotary
         self.rotary_size = size if spec.rotary_size is None else spec.rotary_size
@@ -114,7 +117,8 @@ class DenseAttention(Attention):
         if self.query_scale != 1.0:
             q = q * self.query_scale
         k, v = extend_cache(k, v, past, self.heads_first)
-        out = self.core(q, k, v, mask).reshape([0, 0, -1])
+        of_heads = [] if self.sinks is None else [self.sinks]
+        out = self.core(q, k, v, mask, *of_heads).reshape([0, 0, -1])
         if gate is not None:
             out = out * F.sigmoid(gate)
         return self.o_proj(out), (k, v)
@@ -138,10 +142,10 @@ class DenseAttention(Attention):
 
 
 @functools.cache
-def _capped_core(cap: float, heads_first: bool) -> Callable[..., Tensor]:
-    """`capped_attention` with its first arguments: one object, as layers share a program only if their cores are
+def _scored_core(group: int, cap: float | None, heads_first: bool) -> Callable[..., Tensor]:
+    """`scored_attention` with its first arguments: one object, as layers share a program only if their cores are
     equal."""
-    return functools.partial(capped_attention, cap, heads_first)
+    return functools.partial(scored_attention, group, cap, heads_first)
 
 
 class GeluGatedMLP(GatedMLP):
@@ -214,8 +218,7 @@ class DenseLM(RotaryLM):
         assert isinstance(self, Scaled) or not spec.is_scaled, f"{type(config).__name__}.network has to be ScaledLM"
         has_positions = isinstance(self, LearnedPositionsLM)
         assert has_positions == spec.learned_positions, f"{type(config).__name__}.network has to be LearnedPositionsLM"
-        if any(layer.score_cap is not None for layer in spec.layers):  # its attention takes plain masks
-            ops = dataclasses.replace(ops, causal_mask=causal_mask, document_mask=document_mask)
+        ops = with_masks(ops, spec)
         kinds = spec.attention_kinds
         layers = [_make_layer(config, ops, layer, kinds, spec.has_states) for layer in spec.layers]
         norm = make_norm(spec.norm, config.hidden_size, config.norm_eps, ops)
@@ -293,6 +296,13 @@ class LearnedPositionsLM(DenseLM):
     def layer_inputs_at(self, positions: Tensor, mask: Any, dtype: Any) -> tuple[Tensor | None, ...]:
         """The mask, with None in the places of cos and sin."""
         return (None, None, mask)
+
+
+def with_masks(ops: Ops, spec: ShapeSpec) -> Ops:
+    """The operations with the masks that the attention of a model takes."""
+    if any(layer.needs_scores for layer in spec.layers):
+        return dataclasses.replace(ops, causal_mask=causal_mask, document_mask=document_mask)
+    return ops
 
 
 def make_norm(kind: Norm, size: int, eps: float, ops: Ops) -> nn.Layer:

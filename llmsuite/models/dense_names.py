@@ -71,18 +71,23 @@ class DenseNames:
             module, _, kind = name.rpartition(".")
             return HfTensors((f"{config.hf_modules.get(module, module)}.{kind}",))
         layer = f"{config.hf_modules.get('model.layers', 'model.layers')}.{match['number']}"
-        theirs = config.hf_parts.get(match["part"])
-        if theirs is not None:
-            return HfTensors((f"{layer}.{theirs}",))
-        theirs = config.hf_parts.get(match["module"], match["module"])
-        tensor = (f"{layer}.{theirs}.{match['kind']}",)
-        joined = [module for module, other in config.hf_parts.items() if other == theirs]
+        ours, end = match["part"], ""
+        if ours not in config.hf_parts:
+            ours, end = match["module"], f".{match['kind']}"
+        theirs = config.hf_parts.get(ours, ours)
+        tensor = (f"{layer}.{theirs}{end}",)
+        joined = [part for part, other in config.hf_parts.items() if other == theirs]
         is_reversed = match["module"] in config.hf_reversed
         if len(joined) < 2:
             return HfTensors(tensor, is_reversed=is_reversed)
         shapes = _layer_shapes(config.hidden_size, config.shape_spec().layers[int(match["number"])])
-        sizes = tuple(shapes[f"{module}.{match['kind']}"][-1] for module in joined)
-        return HfTensors(tensor, part=joined.index(match["module"]), sizes=sizes, is_reversed=is_reversed)
+        return HfTensors(
+            tensor,
+            part=joined.index(ours),
+            sizes=tuple(shapes[f"{part}{end}"][-1] for part in joined),
+            alternates=theirs in config.hf_alternating,
+            is_reversed=is_reversed,
+        )
 
     def from_hf(self, name: str, config: DecoderConfig) -> str | None:
         """The full name of a tensor in an HF file; None for one that is computed, or that the model does not have."""
@@ -110,6 +115,14 @@ class DenseMtpNames(DenseNames):
     def is_carried(self, name: str, config: DecoderConfig) -> bool:
         """True if a tensor of an HF file belongs to an MTP layer of a model that does not train them."""
         return is_of_untrained_mtp(name, config)
+
+
+class PlainStackNames(DenseNames):
+    """`DenseNames` of a family whose experts are [inputs, outputs] in HF's files too."""
+
+    def is_linear(self, name: str) -> bool:
+        """True if HF stores this parameter transposed: stacks of experts it does not."""
+        return super().is_linear(name) and ".mlp.experts." not in name
 
 
 class DenseGgufNames(DenseNames):
@@ -143,6 +156,7 @@ class DenseGgufNames(DenseNames):
 
 NAMES = DenseNames()
 MTP_NAMES = DenseMtpNames()
+PLAIN_STACK_NAMES = PlainStackNames()
 GGUF_NAMES = DenseGgufNames()
 
 
@@ -170,7 +184,8 @@ def _attention_shapes(hidden: int, attention: Any) -> Shapes:
     if isinstance(attention, Latent):
         return latent_shapes(hidden, attention)
     assert isinstance(attention, GroupedQuery)
-    return attention_shapes(hidden, attention)
+    sinks: Shapes = {"sinks": (attention.heads,)} if attention.sinks else {}  # parameters come before modules
+    return sinks | attention_shapes(hidden, attention)
 
 
 def _mlp_shapes(hidden: int, mlp: Any) -> Shapes:
@@ -181,9 +196,11 @@ def _mlp_shapes(hidden: int, mlp: Any) -> Shapes:
         return mlp_shapes(hidden, mlp.width, mlp.biased)
     assert isinstance(mlp, MoE)
     found: Shapes = {"gate.weight": (hidden, mlp.experts)}
+    if mlp.gate_biased:
+        found["gate.bias"] = (mlp.experts,)
     if mlp.choice_biased:
         found["gate.e_score_correction_bias"] = (1, mlp.experts) if mlp.bias_is_row else (mlp.experts,)
-    found |= expert_shapes(hidden, mlp.width, mlp.experts)
+    found |= expert_shapes(hidden, mlp.width, mlp.experts, mlp.biased)
     if not mlp.shared_width:
         return found
     module = "shared_expert" if mlp.shared_gated else "shared_experts"

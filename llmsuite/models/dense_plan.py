@@ -43,6 +43,7 @@ PLAN = ShardPlan(
         ("model.layers.*.self_attn.o_proj.weight", 0),
         ("model.layers.*.self_attn.q_b_proj.weight", 1),
         ("model.layers.*.self_attn.kv_b_proj.weight", 1),
+        ("model.layers.*.self_attn.sinks", 0),
         ("model.layers.*.mlp.gate_proj.weight", 1),
         ("model.layers.*.mlp.gate_proj.bias", 0),
         ("model.layers.*.mlp.up_proj.weight", 1),

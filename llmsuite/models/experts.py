@@ -7,6 +7,7 @@ token routed to one of its experts: there are T x k rows, or N of them where thi
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from llmsuite.base.errors import UserError
 from llmsuite.base.typing import Tensor
 from llmsuite.devices.expert_ops import grouped_matmul as grouped_in_program
 from llmsuite.devices.matmul_ops import matmul
-from llmsuite.devices.ops import Ops
+from llmsuite.devices.ops import Ops, clamped_swiglu
 from llmsuite.devices.tensors import array_of
 from llmsuite.models import token_context
 from llmsuite.models.blocks import ZEROS
@@ -41,18 +42,34 @@ def unsharded(stack: Tensor) -> Tensor:
 
 
 class GroupedLinear(nn.Layer, WithMatmul):
-    """A stack of one matrix per expert, [E, inputs, outputs]."""
+    """A stack of one matrix per expert, [E, inputs, outputs], and possibly a bias of each, [E, outputs]."""
 
+    never_packed = ("bias",)
+    bias: Tensor | None
     in_program: Callable[[Tensor, Tensor, Tensor], Tensor]
     """`llmsuite.devices.expert_ops.grouped_matmul` while a static program is traced."""
 
-    def __init__(self, num_experts: int, num_inputs: int, num_outputs: int):
+    def __init__(self, num_experts: int, num_inputs: int, num_outputs: int, biased: bool = False):
         super().__init__()
         self.in_program = grouped_in_program
         self.weight = self.create_parameter([num_experts, num_inputs, num_outputs], attr=ZEROS)
+        self.bias = self.create_parameter([num_experts, num_outputs], attr=ZEROS) if biased else None
 
     def product(self, x: Tensor, counts: Counts, local: Local = unsharded) -> Tensor:
         """Rows [N, inputs], sorted by expert with `counts` of them each, to [N, outputs]."""
+        return self.with_bias(self.matrix_product(x, counts, local), counts, local)
+
+    def with_bias(self, y: Tensor, counts: Counts, local: Local = unsharded) -> Tensor:
+        """Rows [N, outputs], sorted by expert, with the bias of their expert, if there are biases."""
+        return y if self.bias is None else grouped_bias(y, local(self.bias), counts)
+
+    def of_expert(self, x: Tensor, number: int) -> Tensor:
+        """Rows [N, inputs] of the expert with this number to [N, outputs]."""
+        y = paddle.matmul(x, self.weight[number])
+        return y if self.bias is None else y + self.bias[number]
+
+    def matrix_product(self, x: Tensor, counts: Counts, local: Local) -> Tensor:
+        """`product` without the bias."""
         if isinstance(self.weight, GroupedMatrix):  # a `QuantisedMatrix`, or packed weights of generation
             assert isinstance(counts, Sequence), "refused before the run"
             return self.weight.grouped_product(x, counts)
@@ -110,16 +127,25 @@ class TokenDispatcher:
 class Experts(nn.Layer):
     """Gated MLPs of all routed experts. There is no capacity: no token is dropped, however many go to one expert."""
 
-    def __init__(self, num_experts: int, hidden_size: int, width: int, ops: Ops):
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        width: int,
+        ops: Ops,
+        biased: bool = False,
+        clamp: tuple[float, float] | None = None,
+    ):
+        """`biased` and `clamp` as in `shape_spec.MoE`."""
         super().__init__()
         self.dispatcher = TokenDispatcher()
         self.row_counts = READ_COUNTS
-        self.swiglu = ops.swiglu
+        self.swiglu = ops.swiglu if clamp is None else functools.partial(clamped_swiglu, *clamp)
         self.dispatch_in_program = ops.experts.dispatch_rows
         self.combine_in_program = ops.experts.combine_rows
-        self.gate_proj = GroupedLinear(num_experts, hidden_size, width)
-        self.up_proj = GroupedLinear(num_experts, hidden_size, width)
-        self.down_proj = GroupedLinear(num_experts, width, hidden_size)
+        self.gate_proj = GroupedLinear(num_experts, hidden_size, width, biased)
+        self.up_proj = GroupedLinear(num_experts, hidden_size, width, biased)
+        self.down_proj = GroupedLinear(num_experts, width, hidden_size, biased)
         for stacked in (self.gate_proj, self.up_proj, self.down_proj):
             stacked.in_program = ops.experts.grouped_matmul
 
@@ -328,6 +354,16 @@ def grouped_scale(x: Tensor, scale: Tensor, counts: Counts) -> Tensor:
     return _GroupedScale.apply(x, scale, list(counts))
 
 
+def grouped_bias(x: Tensor, bias: Tensor, counts: Counts) -> Tensor:
+    """Consecutive rows of x [N, outputs], `counts[i]` of them plus vector i of bias [E, outputs]: [N, outputs]."""
+    if not isinstance(counts, Sequence):  # trailing rows without an expert stay zeros
+        indices = paddle.arange(x.shape[0], dtype="int64")
+        of_row = paddle.searchsorted(counts.cumsum(), indices, right=True)
+        padded = paddle.concat([bias, paddle.zeros([1, bias.shape[-1]], bias.dtype)])
+        return x + paddle.gather(padded, of_row, 0)  # see `stages.language_model.pick_rows`
+    return _GroupedBias.apply(x, bias, list(counts))
+
+
 class _Dispatch(PyLayer):
     """Tokens to sorted rows. Forward and backward are gathers: a scatter-add would be slow, and its sums would depend
     on the order of the threads."""
@@ -413,3 +449,19 @@ class _GroupedScale(PyLayer):
             x_grads.append(row_grads * row)
             scale_grads.append((row_grads * rows).sum(0) if rows.shape[0] else paddle.zeros_like(row))
         return paddle.concat(x_grads), paddle.stack(scale_grads)
+
+
+class _GroupedBias(PyLayer):
+    """Rows plus the vector of their expert, with sums in a fixed order as in `_GroupedScale`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, counts: list[int]) -> Tensor:
+        ctx.counts = counts
+        ctx.needs_bias_grad = not bias.stop_gradient
+        return paddle.concat([rows + row for rows, row in zip(x.split(counts), bias.unbind(0), strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
+        if not ctx.needs_bias_grad:
+            return gradient, None
+        return gradient, paddle.stack([rows.sum(0) for rows in gradient.split(ctx.counts)])

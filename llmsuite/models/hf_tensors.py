@@ -25,6 +25,8 @@ class HfTensors:
     sizes: tuple[int, ...] = ()
     """Sizes of the parameters that are joined in the tensor along its last dim, in their order; empty for a tensor that
     is one parameter."""
+    alternates: bool = False
+    """True where the columns of the tensor are of each of its parameters in turn: they have equal sizes."""
     copies: tuple[str, ...] = ()
     """Tensors that are written with the same values, and not read."""
     is_reversed: bool = False
@@ -41,6 +43,8 @@ class HfTensors:
         """The place of the parameter along the last dim of the tensor: all of it, where it is alone there."""
         if not self.sizes:
             return slice(None)
+        if self.alternates:
+            return slice(self.part, None, self.num_parts)
         start = sum(self.sizes[: self.part])
         return slice(start, start + self.sizes[self.part])
 

@@ -45,6 +45,7 @@ class Gate(nn.Layer):
         self.balance: LoadBalance | None = None
         self.routing = Routing()
         self.weight = self.create_parameter([hidden_size, spec.experts], attr=ZEROS)
+        self.bias: Tensor | None = self.create_parameter([spec.experts], attr=ZEROS) if spec.gate_biased else None
         self.e_score_correction_bias: Tensor | None = None
         if spec.choice_biased:
             # it balances the load by shifting the choice of experts: the trainer updates it, and it has no gradient
@@ -62,7 +63,8 @@ class Gate(nn.Layer):
 
     def logits(self, x: Tensor) -> Tensor:
         """x [B, L, D] to a logit of each expert, [B, L, E], in float32 whatever the precision."""
-        return paddle.matmul(x.astype("float32"), self.weight.astype("float32"))
+        logits = paddle.matmul(x.astype("float32"), self.weight.astype("float32"))
+        return logits if self.bias is None else logits + self.bias.astype("float32")
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Logits [B, L, E] to weights and indices of the chosen experts, both [B, L, k], and the scores of all."""
@@ -151,8 +153,8 @@ class MoELayer(DecoderLayer):
         super().__init__(first_norm, attention, second_norm, mlp)
         self.residual_scale = residual_scale
         self.num_inputs = 3
-        """Number of the inputs of all attentions among the outputs of `CausalLM.layer_inputs`; the token mask of
-        `Gate.forward`, if there is one, follows them."""
+        """Number of the inputs of all attentions among the outputs of `CausalLM.layer_inputs`: three of each kind; the
+        token mask of `Gate.forward`, if there is one, follows them."""
 
     def forward(self, x: Tensor, *inputs: Any, past: LayerCache | None = None) -> tuple[Tensor, LayerCache]:
         """x [B, L, D] and the outputs of `CausalLM.layer_inputs` to [B, L, D] and the layer's cache."""

@@ -20,6 +20,7 @@ _YARN_KEYS = {
     "mscale",
     "mscale_all_dim",
     "attention_factor",
+    "truncate",
 }
 _LONGROPE_KEYS = {
     "rope_type",
@@ -128,7 +129,8 @@ def _llama3(plain: list[float], factor: float, scaling: Mapping[str, Any]) -> li
 
 def _yarn(plain: list[float], factor: float, theta: float, scaling: Mapping[str, Any]) -> list[float]:
     """YaRN (Peng et al. 2023, arXiv 2309.00071): pairs that turn more than beta_fast times in the original context are
-    kept, those that turn less than beta_slow times stretched by `factor`, those between interpolated by their index."""
+    kept, those that turn less than beta_slow times stretched by `factor`, those between interpolated by their index.
+    With `truncate`, as by default, the bounds between them are whole indices."""
     if unknown := sorted(set(scaling) - _YARN_KEYS):
         raise UserError(f"has {', '.join(unknown)}, which yarn scaling does not know here")
     if theta <= 1:
@@ -139,8 +141,16 @@ def _yarn(plain: list[float], factor: float, theta: float, scaling: Mapping[str,
     def index_of(turns: float) -> float:
         return half * math.log(original / (turns * 2 * math.pi)) / math.log(theta)
 
-    low = max(math.floor(index_of(_number(scaling, "beta_fast", 32.0))), 0)
-    high = min(math.ceil(index_of(_number(scaling, "beta_slow", 1.0))), 2 * half - 1)
+    low = index_of(_number(scaling, "beta_fast", 32.0))
+    high = index_of(_number(scaling, "beta_slow", 1.0))
+    truncate = scaling.get("truncate", True)
+    if not isinstance(truncate, bool):
+        raise UserError(f"truncate is {reprlib.repr(truncate)}; true or false is needed")
+    if truncate:
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, 2 * half - 1)
     width = max(high - low, 0.001)
     stretch = [min(max((i - low) / width, 0.0), 1.0) for i in range(half)]
     return [f / factor * s + f * (1 - s) for f, s in zip(plain, stretch)]

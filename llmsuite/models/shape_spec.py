@@ -46,12 +46,21 @@ class GroupedQuery:
     gated: bool = False
     """True where the output of each head is multiplied by the sigmoid of a gate; its matrix is joined to that of the
     queries, head by head."""
+    sinks: bool = False
+    """True where each head has a trained score, its sink, of which the denominator of the softmax has one more term
+    (Xiao et al. 2023, arXiv 2309.17453, section 3.3; gpt-oss, arXiv 2508.10925)."""
 
     @property
     def is_plain(self) -> bool:
         """True if `blocks.Attention` computes it."""
         changed = (self.rotary_size, self.scale, self.score_cap, self.growth)
-        return self.rotary and self.normed in (None, "heads") and set(changed) == {None} and not self.gated
+        has_more = self.gated or self.sinks
+        return self.rotary and self.normed in (None, "heads") and set(changed) == {None} and not has_more
+
+    @property
+    def needs_scores(self) -> bool:
+        """True where the plain form computes it, from all scores: no kernel of attention has a cap or sinks."""
+        return self.score_cap is not None or self.sinks
 
     @property
     def rounds(self) -> bool:
@@ -179,6 +188,12 @@ class MoE:
     """Number of groups that the experts of a token can be in."""
     factor: float = 1.0
     """Factor of the weights of a token's experts."""
+    gate_biased: bool = False
+    """True where the logits of the experts have trained biases."""
+    biased: bool = False
+    """True where the matrices of routed experts have biases."""
+    clamp: tuple[float, float] | None = None
+    """Slope and limit where routed experts have the clamped SwiGLU of `devices.ops.clamped_swiglu`; None for SwiGLU."""
 
 
 def input_kind(what: GroupedQuery | Latent) -> tuple[int, int | None]:
@@ -229,9 +244,9 @@ class LayerSpec:
         return {"both": 4, "parallel": 1}.get(self.norms, 2)
 
     @property
-    def score_cap(self) -> float | None:
-        """Cap of its attention scores; None for none."""
-        return self.attention.score_cap if isinstance(self.attention, GroupedQuery) else None
+    def needs_scores(self) -> bool:
+        """True where the plain form computes its attention, see `GroupedQuery.needs_scores`."""
+        return isinstance(self.attention, GroupedQuery) and self.attention.needs_scores
 
     @property
     def has_plain_residuals(self) -> bool:

@@ -6,12 +6,14 @@ shapes and the forward pass.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from paddle import nn
 
 from llmsuite.devices.ops import Ops
 from llmsuite.models.blocks import DecoderLayer, GatedMLP
 from llmsuite.models.decoder_config import DecoderConfig
-from llmsuite.models.dense import Scaled, make_attention, make_mlp, make_norm
+from llmsuite.models.dense import Scaled, kind_of, make_attention, make_mlp, make_norm, with_masks
 from llmsuite.models.experts import Experts
 from llmsuite.models.moe import Gate, GatedSharedMoE, MoE, MoELayer, MoELM, MTPLayer
 from llmsuite.models.shape_spec import GatedDelta, LayerSpec
@@ -24,9 +26,9 @@ class SparseLM(MoELM):
     def __init__(self, config: DecoderConfig, ops: Ops):
         spec = config.shape_spec()
         assert isinstance(self, Scaled) or not spec.is_scaled, f"{type(config).__name__}.network has to be scaled"
+        ops = with_masks(ops, spec)
         kinds = spec.attention_kinds
-        assert len(kinds) == 1, "layers with experts take the inputs of one kind of attention, and of linear attention"
-        layers = [_make_layer(config, ops, layer, spec.has_states) for layer in spec.layers]
+        layers = [_make_layer(config, ops, layer, kinds, spec.has_states) for layer in spec.layers]
         norm = make_norm(spec.norm, config.hidden_size, config.norm_eps, ops)
         super().__init__(config, ops, layers, norm, kinds, gives_positions=spec.has_states)
 
@@ -35,13 +37,17 @@ class ScaledSparseLM(Scaled, SparseLM):
     """A described decoder with experts, with factors of the embedding and of the logits, and a cap of the logits."""
 
 
-def _make_layer(config: DecoderConfig, ops: Ops, spec: LayerSpec, has_states: bool) -> DecoderLayer:
+def _make_layer(
+    config: DecoderConfig, ops: Ops, spec: LayerSpec, kinds: Sequence[tuple[int, int | None]], has_states: bool
+) -> DecoderLayer:
     layer = _layer_of_parts(config, ops, spec)
-    if has_states and isinstance(layer, MoELayer):  # the positions of tokens follow the inputs of other attention
-        layer.num_inputs = 4
+    first = 3 * kind_of(spec, kinds)
+    layer.attention_inputs = (first, first + 3)
+    if isinstance(layer, MoELayer):  # the positions of tokens follow the inputs of other attention
+        layer.num_inputs = 3 * len(kinds) + has_states
     if isinstance(spec.attention, GatedDelta):
         layer.keeps_state = True
-        layer.attention_inputs = (3, 4)
+        layer.attention_inputs = (first, first + 1)
     return layer
 
 
@@ -64,7 +70,7 @@ def _layer_of_parts(config: DecoderConfig, ops: Ops, spec: LayerSpec) -> Decoder
 def make_mixture(hidden_size: int, ops: Ops, spec: MoESpec) -> nn.Layer:
     """The routed experts of a layer with their gate, and its shared ones."""
     gate = Gate(hidden_size, spec)
-    experts = Experts(spec.experts, hidden_size, spec.width, ops)
+    experts = Experts(spec.experts, hidden_size, spec.width, ops, spec.biased, spec.clamp)
     if not spec.shared_width:
         return MoE(gate, experts)
     shared = GatedMLP(hidden_size, spec.shared_width, ops)

@@ -14,6 +14,7 @@ PLAN = dataclasses.replace(
     shard_dims=(
         *DENSE.shard_dims,
         ("model.layers.*.mlp.experts.*_proj.weight", 0),
+        ("model.layers.*.mlp.experts.*_proj.bias", 0),
         ("model.layers.*.mlp.shared_expert*.gate_proj.weight", 1),
         ("model.layers.*.mlp.shared_expert*.up_proj.weight", 1),
         ("model.layers.*.mlp.shared_expert*.down_proj.weight", 0),

@@ -283,9 +283,9 @@ class ParameterShard:
 
     @property
     def decays(self) -> bool:
-        """True where weight decay takes a part of the parameter: of matrices, not of vectors such as biases and gains
-        of norms."""
-        return len(self.local_shape) > 1
+        """True where weight decay takes a part of the parameter: of matrices, not of vectors such as gains of norms and
+        biases, of which those of experts are a stack."""
+        return len(self.local_shape) > 1 and not self.name.endswith(".bias")
 
     # gradients
 

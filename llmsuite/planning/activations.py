@@ -152,8 +152,8 @@ def _edit(shape_spec: ShapeSpec, number: int, batch: MicroBatch, settings: Activ
 
 
 def settings_of(layer: LayerSpec, settings: ActivationSettings) -> ActivationSettings:
-    """The settings for a layer: no kernel computes attention with a cap of its scores."""
-    if layer.score_cap is None:
+    """The settings for a layer: no kernel computes attention with a cap of its scores, or with sinks."""
+    if not layer.needs_scores:
         return settings
     without = frozenset({"attention"})
     return dataclasses.replace(settings, fused=settings.fused - without, fused_outside=settings.fused_outside - without)
@@ -309,6 +309,8 @@ def attention_kept(layer: LayerSpec, batch: MicroBatch, settings: ActivationSett
         return kept + extended * e * (2 * heads + 2 * kv_heads) * size + heads * extended * 4
     if what.score_cap is not None:
         scores *= 2  # uncapped and capped
+    if what.sinks:  # one more score of each query, and one more value of each row
+        scores += heads * (extended + batch.rows * size) * e
     return kept + extended * e * 3 * heads * size + output + scores  # keys and values repeated for each query head
 
 
@@ -390,6 +392,8 @@ def mlp_kept(layer: LayerSpec, hidden: int, batch: MicroBatch, settings: Activat
     combined = float(tokens * what.chosen)
     if settings.every_expert_row:
         combined = rows
+    if what.clamp is not None:
+        times = 7  # gate and up, both cut; the sigmoid, its product with the gate, and that with up
     routed = rows * e * (hidden + times * what.width) + combined * e * hidden
     if not settings.keeps_expert_rows:
         routed -= rows * e * (hidden + what.width)

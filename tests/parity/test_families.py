@@ -48,6 +48,7 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "ministral": ("ministral", ()),
     "granite moe": ("granite_moe", ()),
     "minimax": ("minimax", ()),
+    "gpt oss": ("gpt_oss", ()),
     "glm moe": ("glm_moe", ()),
     "glm moe with norms of heads": ("glm_moe", ("--model.config.use_qk_norm=true",)),
     "ernie moe": ("ernie_moe", ()),
@@ -81,7 +82,10 @@ MESHES = {
 
 RATES = {"granite": 0.2}
 """Learning rates of families that learn too little with the one of others."""
-EXPERTS = (*("mixtral", "qwen_moe", "qwen_hybrid_moe", "glm_moe", "granite_moe", "minimax", "ernie_moe", "deepseek"),)
+EXPERTS = (
+    *("mixtral", "qwen_moe", "qwen_hybrid_moe", "glm_moe", "granite_moe", "minimax", "gpt_oss", "ernie_moe"),
+    "deepseek",
+)
 OF_EXPERTS = {
     "ep2": (2, '{"expert_parallel_degree":2}', "dynamic"),
     "ep2 stage3 compiled": (2, '{"expert_parallel_degree":2,"sharding":"stage3"}', "to_static"),

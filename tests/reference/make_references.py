@@ -3,8 +3,8 @@ the gradient of their embedding with the loss of the next tokens (in files made 
 
 Needs torch, transformers, numpy and safetensors, and neither Paddle nor llmsuite; made with torch 2.15 and
 transformers 5.23; llama/mistral_window, and gemma, granite, phi, smollm3, olmo, seed_oss, glm, mixtral, hunyuan,
-glm_moe, cohere, starcoder, internlm, ministral, granite_moe, minimax, qwen_hybrid, qwen_hybrid_moe and
-deepseek/kimi_k2, with torch 2.13 and transformers 5.24. (Some of Llama: make_llama_reference.py.)
+glm_moe, cohere, starcoder, internlm, ministral, granite_moe, minimax, gpt_oss, qwen_hybrid,
+qwen_hybrid_moe and deepseek/kimi_k2, with torch 2.13 and transformers 5.24. (Some of Llama: make_llama_reference.py.)
 Run it from anywhere; a second run writes the same values:
 
     python tests/reference/make_references.py [FAMILY ...]
@@ -69,6 +69,12 @@ FACTORS = {
 }
 GROUPED = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
 MIXTRAL = {**QWEN, "num_hidden_layers": 3, "num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 10}
+OSS = {
+    **MIXTRAL,
+    "num_hidden_layers": 2,
+    "head_dim": 8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+}
 HUNYUAN = {**QWEN, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 10}
 GLM_EXPERTS = {
     **QWEN,
@@ -320,6 +326,13 @@ CASES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         ),
         "tied": ("minimax_m2", {**MIXTRAL, "head_dim": 6, "tie_word_embeddings": True, "rms_norm_eps": 1e-4}),
     },
+    "gpt_oss": {
+        "oss_yarn": (
+            "gpt_oss",
+            {**OSS, "sliding_window": 5, "rope_parameters": {**YARN, "beta_fast": 4.0, "truncate": False}},
+        ),
+        "full_tied": ("gpt_oss", {**OSS, "tie_word_embeddings": True, "layer_types": ["full_attention"] * 2}),
+    },
     "glm_moe": {
         "partial": (
             "glm4_moe",
@@ -401,6 +414,7 @@ SHAPES = {
     "v2_lite": (1, 56),
     "kimi_k2": (1, 56),
     "olmo3_yarn": (1, 56),
+    "oss_yarn": (1, 56),
     "alpha_tied_biases": (1, 56),
     "grown": (1, 56),
     "grown_window_tied": (1, 56),
@@ -426,6 +440,8 @@ def fill(model: Any, rng: np.random.Generator) -> None:
             if "inv_freq" in name or name.endswith("embed_scale"):
                 continue
             noise = torch.from_numpy(rng.standard_normal(tuple(tensor.shape)).astype("float32"))
+            if model.config.model_type == "gpt_oss" and name.endswith("experts.gate_up_proj"):
+                noise *= 3.0  # its clamped SwiGLU cuts some of the products
             is_gain = tensor.ndim == 1 and name.endswith(".weight")
             mean = 1.0
             if model.config.model_type in ONE_MORE and not name.endswith("linear_attn.norm.weight"):

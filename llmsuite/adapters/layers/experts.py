@@ -26,7 +26,7 @@ class ExpertsAdapter(Adapter, GroupedLinear):
         """
         nn.Layer.__init__(self)
         self.weight = stacked.weight
-        self.bias = None
+        self.bias = stacked.bias
         self.is_enabled = True
         self.matmul = stacked.matmul
         self.in_program = stacked.in_program

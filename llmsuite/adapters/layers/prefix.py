@@ -78,11 +78,12 @@ class PrefixedCore:
         """The module outside the attention whose parameters the core uses."""
         return self._network
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Attention of q [B, L, H, K] to the prefix and to k, v [B, L, J, K], [B, L, H, K]; the mask is for P + L."""
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *of_heads: Tensor) -> Tensor:
+        """Attention of q [B, L, H, K] to the prefix and to k, v [B, L, J, K], [B, L, H, K]; the mask is for P + L, and
+        `of_heads` are further parameters of the core, such as sinks."""
         keys, values = self._prefix()
         q, k, v = self.extend(q, k, v, keys, values, _interleaved_size(self._attention))
-        return self.remove(self._core(q, k, v, mask), keys.shape[0])
+        return self.remove(self._core(q, k, v, mask, *of_heads), keys.shape[0])
 
     def _prefix(self) -> tuple[Tensor, Tensor]:
         """Keys and values [P, J, K], of this rank's heads."""

@@ -137,8 +137,8 @@ def test_plugins_list_and_info(run: Run, registry: Registry) -> None:
     models = "model llama, model mixtral, model qwen, model qwen_moe, model qwen_hybrid, model qwen_hybrid_moe"
     models += ", model ernie, model gemma, model phi"
     models += ", model granite, model smollm3, model olmo, model seed_oss, model hunyuan, model glm, model cohere"
-    models += ", model starcoder, model internlm, model ministral, model granite_moe, model minimax, model glm_moe"
-    models += ", model ernie_moe, model gpt, model deepseek"
+    models += ", model starcoder, model internlm, model ministral, model granite_moe, model minimax, model gpt_oss"
+    models += ", model glm_moe, model ernie_moe, model gpt, model deepseek"
     code, out, _ = run("plugins", "info", "builtin")
     assert code == 0
     assert "entry point   llmsuite.builtin\n" in out

@@ -53,6 +53,7 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("ministral", {}),
     ("granite_moe", {}),
     ("minimax", {}),
+    ("gpt_oss", {}),
     ("ernie_moe", {}),
     ("deepseek", {}),
     ("gpt", {}),

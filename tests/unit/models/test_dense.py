@@ -51,15 +51,16 @@ def test_no_fused_form_is_taken_for_other_layers(family: str, shape: dict[str, A
     assert any(is_gated_mlp(layer.mlp) for layer in model.model.layers) == (family != "gemma")
 
 
-def test_capped_scores_take_plain_masks() -> None:
+def test_scores_that_are_capped_or_have_sinks_take_plain_masks() -> None:
     """Kernels of attention have masks of their own form, which the plain form cannot add to scores."""
 
     def of_a_kernel(*arguments: Any) -> None:
         return None
 
     given = Ops(causal_mask=of_a_kernel, document_mask=of_a_kernel)  # type: ignore[arg-type]
-    family = FAMILIES["gemma"]
-    for shape, expected in (({}, of_a_kernel), (CAPPED, masks.causal_mask)):
+    cases = (("gemma", {}, of_a_kernel), ("gemma", CAPPED, masks.causal_mask), ("gpt_oss", {}, masks.causal_mask))
+    for name, shape, expected in cases:
+        family = FAMILIES[name]
         with paddle.LazyGuard():
             model = family.factory()(family.config_cls(**{**family.smoke, **shape}), given)
         assert model.ops.causal_mask is expected
@@ -70,6 +71,7 @@ def test_capped_scores_take_plain_masks() -> None:
     [
         *("gemma/gemma2", "gemma/gemma3", "smollm3/tied", "granite/tied", "glm/partial", "phi/window_tied"),
         *("cohere/tied", "starcoder/window_without_biases", "ministral/grown_window_tied"),
+        *("gpt_oss/oss_yarn", "gpt_oss/full_tied"),
     ],
 )
 def test_documents_in_a_row_are_as_if_they_were_alone(case: str) -> None:
@@ -101,11 +103,27 @@ def test_scores_are_capped_before_the_mask(heads_first: bool) -> None:
     given = [paddle.to_tensor(x) for x in (q, k, v)]
     if heads_first:
         given[1:] = [x.transpose([0, 2, 1, 3]) for x in given[1:]]
-    found = ops.capped_attention(0.5, heads_first, *given, mask).numpy()
+    found = ops.scored_attention(2, 0.5, heads_first, *given, mask).numpy()
     k, v = (x.repeat(2, 2) for x in (k, v))
     scores = 0.5 * np.tanh(np.einsum("blhk,bshk->bhls", q, k) / 8**0.5 / 0.5) + mask.numpy()
     weights = np.exp(scores)
     weights /= weights.sum(-1, keepdims=True)
+    np.testing.assert_allclose(found, np.einsum("bhls,bshk->blhk", weights, v), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_a_sink_is_one_more_term_of_the_denominator(heads_first: bool) -> None:
+    generator = np.random.default_rng(0)
+    q, k, v = (generator.normal(size=[2, 5, heads, 8]).astype("float32") for heads in (4, 2, 2))
+    sinks = generator.normal(size=4).astype("float32")
+    mask = masks.causal_mask(5, 5, "float32", 3)
+    given = [paddle.to_tensor(x) for x in (q, k, v)]
+    if heads_first:
+        given[1:] = [x.transpose([0, 2, 1, 3]) for x in given[1:]]
+    found = ops.scored_attention(2, None, heads_first, *given, mask, paddle.to_tensor(sinks)).numpy()
+    k, v = (x.repeat(2, 2) for x in (k, v))
+    weights = np.exp(np.einsum("blhk,bshk->bhls", q, k) / 8**0.5 + mask.numpy())
+    weights /= weights.sum(-1, keepdims=True) + np.exp(sinks).reshape(1, 4, 1, 1)
     np.testing.assert_allclose(found, np.einsum("bhls,bshk->blhk", weights, v), rtol=1e-5, atol=1e-6)
 
 

@@ -49,6 +49,7 @@ def test_logits_are_those_of_transformers(case: str) -> None:
 
 
 GROWN = config_of("ministral/grown").rope_scaling
+UNTRUNCATED = config_of("gpt_oss/oss_yarn").rope_scaling
 WITH_GRADIENT = [case for case in CASES if reference_gradient(case) is not None]
 
 
@@ -132,6 +133,11 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("minimax/partial", {"rope_theta": 600.0}),
     ("minimax/tied", {"num_experts_per_tok": 2}),
     ("minimax/tied", {"rms_norm_eps": 1e-6}),
+    ("gpt_oss/oss_yarn", {"sliding_window": 6}),
+    ("gpt_oss/oss_yarn", {"layer_types": ["full_attention", "sliding_attention"]}),
+    ("gpt_oss/oss_yarn", {"rope_scaling": {**UNTRUNCATED, "truncate": True}}),
+    ("gpt_oss/oss_yarn", {"num_experts_per_tok": 2}),
+    ("gpt_oss/full_tied", {"rope_theta": 900.0}),
     ("starcoder/window_without_biases", {"sliding_window": 6}),
     ("starcoder/window_without_biases", {"rms_norm_eps": 1e-5}),
     ("glm_moe/partial", {"n_group": 2, "topk_group": 1}),
@@ -489,6 +495,8 @@ REFUSED = [
     ("minimax/tied", {"use_routing_bias": False}, "use_routing_bias is False; the minimax family has True only"),
     ("minimax/tied", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1; the minimax family has 0.0 only"),
     ("minimax/tied", {"rotary_dim": "x", "rope_parameters": None}, "'x' is no size of a head"),
+    ("gpt_oss/full_tied", {"swiglu_limit": 8.0}, "swiglu_limit is 8.0; the gpt_oss family has 7.0 only"),
+    ("gpt_oss/full_tied", {"attention_bias": False}, "attention_bias is False; the gpt_oss family has True only"),
     ("starcoder/tied", {"hidden_act": "silu"}, "hidden_act is 'silu'; the starcoder family has 'gelu_pytorch_tanh'"),
     ("starcoder/tied", {"norm_type": "rms_norm"}, "norm_type is 'rms_norm'; the starcoder family has 'layer_norm'"),
     (
@@ -552,6 +560,10 @@ REFUSED = [
         ("granite_moe/tied", {"num_experts_per_tok": 7}, "num_experts_per_tok"),
         ("minimax/tied", {"num_experts_per_tok": 7}, "num_experts_per_tok"),
         ("minimax/partial", {"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
+        ("gpt_oss/oss_yarn", {"num_experts_per_tok": 7}, "num_experts_per_tok"),
+        ("gpt_oss/oss_yarn", {"layer_types": ["full_attention"]}, "layer_types"),
+        ("gpt_oss/oss_yarn", {"sliding_window": None}, "sliding_window"),
+        ("gpt_oss/oss_yarn", {"rope_scaling": {**UNTRUNCATED, "truncate": "no"}}, "rope_scaling"),
         ("starcoder/tied", {"num_attention_heads": 5, "num_key_value_heads": 5}, "hidden_size"),
         ("glm_moe/partial", {"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
         ("glm_moe/partial", {"first_k_dense_replace": 3}, "first_k_dense_replace"),

@@ -35,10 +35,11 @@ class Image(PlainShape):
 
 
 CONFIGS = {
-    HasWindow: {"llama", "cohere", "gemma", "ministral", "mixtral", "olmo", "phi", "starcoder"},
+    HasWindow: {"llama", "cohere", "gemma", "gpt_oss", "ministral", "mixtral", "olmo", "phi", "starcoder"},
     HasMtpLayers: {"deepseek", "glm_moe"},
     HasGateBias: {
-        *("deepseek", "ernie_moe", "glm_moe", "granite_moe", "minimax", "mixtral", "qwen_hybrid_moe", "qwen_moe"),
+        *("deepseek", "ernie_moe", "glm_moe", "gpt_oss", "granite_moe", "minimax", "mixtral"),
+        *("qwen_hybrid_moe", "qwen_moe"),
     },
 }
 NAMES = {

@@ -74,6 +74,7 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("ministral", {}),
     ("granite_moe", {"attention_bias": True}),
     ("minimax", {}),
+    ("gpt_oss", {}),
     ("ernie_moe", {}),
     ("ernie_moe", {"moe_num_shared_experts": 0, "num_key_value_heads": 4}),
     ("gpt", {}),
