@@ -85,7 +85,6 @@ def _grouped(experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
     """Rows [N, D], sorted by expert with `counts` rows of each, through packed experts: one operation for each
     stack."""
 
-
     def product(of: GroupedLinear, x: Tensor) -> Tensor:
         return of.with_bias(of.weight.grouped_product(x, counts), counts)
 

@@ -65,9 +65,11 @@ class DenseNames:
         match = _LAYER.fullmatch(name)
         if match is None:
             return HfTensors((name,))
-        ours, end = match["part"], ""
+        ours = match["part"]
+        end = ""
         if ours not in config.hf_parts:
-            ours, end = match["module"], f".{match['kind']}"
+            ours = match["module"]
+            end = f".{match['kind']}"
         theirs = config.hf_parts.get(ours)
         if theirs is None:
             return HfTensors((name,))

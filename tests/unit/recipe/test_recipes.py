@@ -41,7 +41,18 @@ def test_pins_strategy_precision_recompute_and_device(recipe: Path) -> None:
 
 
 WITHOUT_PROGRAMS = {
-    *("cohere", "glm_moe", "gpt_oss", "granite_moe", "hunyuan", "internlm", "minimax", "ministral", "mixtral", "starcoder"),
+    *(
+        "cohere",
+        "glm_moe",
+        "gpt_oss",
+        "granite_moe",
+        "hunyuan",
+        "internlm",
+        "minimax",
+        "ministral",
+        "mixtral",
+        "starcoder",
+    ),
     "qwen_hybrid_moe",
 }
 """Families whose steps have not run as programs on a mesh yet."""
