@@ -153,8 +153,8 @@ def test_a_mesh_equals_one_process(runner: Runner, failed: dict[str, str], famil
     theirs = runner.weights(many, STEPS)
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
-        # biases and sinks start at zero, and some of their gradients are rounding alone: those of keys without rotation; gains of
-        # norms that multiply by 1 + weight start at zero too
+        # biases and sinks start at zero, and some of their gradients are rounding alone: those of keys without
+        # rotation; gains of norms that multiply by 1 + weight start at zero too
         starts_at_zero = name.endswith(("bias", "sinks")) or (
             FAMILIES[family][0] in OFFSET and name.endswith("norm.weight")
         )
