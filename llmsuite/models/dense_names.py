@@ -71,9 +71,11 @@ class DenseNames:
             module, _, kind = name.rpartition(".")
             return HfTensors((f"{config.hf_modules.get(module, module)}.{kind}",))
         layer = f"{config.hf_modules.get('model.layers', 'model.layers')}.{match['number']}"
-        ours, end = match["part"], ""
+        ours = match["part"]
+        end = ""
         if ours not in config.hf_parts:
-            ours, end = match["module"], f".{match['kind']}"
+            ours = match["module"]
+            end = f".{match['kind']}"
         theirs = config.hf_parts.get(ours, ours)
         tensor = (f"{layer}.{theirs}{end}",)
         joined = [part for part, other in config.hf_parts.items() if other == theirs]

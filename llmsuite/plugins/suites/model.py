@@ -116,8 +116,9 @@ def _joined(run: Run) -> dict[str, str]:
     config_cls = run.family.config_cls
     if not issubclass(config_cls, DenseConfig):
         return {}
-    counts = collections.Counter(config_cls.hf_parts.values())
-    parts = {part: name for part, name in config_cls.hf_parts.items() if counts[name] > 1}
+    matrices = {part: name for part, name in config_cls.hf_parts.items() if not part.endswith(".bias")}
+    counts = collections.Counter(matrices.values())
+    parts = {part.removesuffix(".weight"): name for part, name in matrices.items() if counts[name] > 1}
     return {part.rpartition(".")[2]: name.rpartition(".")[2] for part, name in parts.items()}
 
 

@@ -122,5 +122,5 @@ def test_mxfp4_without_its_quantization_config_is_refused(tmp_path: Path) -> Non
     config = json.loads((tmp_path / "a" / "config.json").read_text())
     del config["quantization_config"]
     (tmp_path / "a" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="unexpected 16: .*_blocks"):
+    with pytest.raises(UserError, match=r"unexpected 16: .*_blocks"):
         open_model(tmp_path / "a", FAMILIES)
