@@ -1,7 +1,7 @@
 """Fields and rules that the configs of several families share. Imports no Paddle.
 
-A family's `config.py` derives its dataclass from one of these and states its own fields, sizes and rules. Names are
-those of HF's config.json.
+A module of `models.families` derives its dataclass from one of these and states its own fields, sizes and rules. Names
+are those of HF's config.json.
 """
 
 from __future__ import annotations
