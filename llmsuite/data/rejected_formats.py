@@ -1,4 +1,4 @@
-"""Formats of pairs in which a rejected answer is beside a conversation that ends with the chosen one, as in ms-swift.
+"""Formats of pairs of ms-swift: a conversation that ends with the chosen answer, and the rejected answer of its row.
 
 `convert` raises ValueError that names the wrong key; the reader adds file and line.
 """
