@@ -451,7 +451,8 @@ def start_all_gather(part: Tensor, group: Any, dim: int = 0) -> Callable[[], Ten
 
 
 def _gather_into_one(part: Tensor, group: Any, sync_op: bool) -> tuple[Tensor, Tensor, Any]:
-    """The parts of all ranks behind one another along dim 0, the part that is sent, and Paddle's task."""
+    """Start to gather the parts of all ranks, one after the other along dim 0. Also returns the part that is sent, and
+    Paddle's task."""
     # contiguous: the backends send the memory as it lies, and a transposed view would arrive in another order
     part = part.contiguous()
     # into one tensor: to fill a list, Paddle copies what arrived three times
@@ -462,7 +463,7 @@ def _gather_into_one(part: Tensor, group: Any, sync_op: bool) -> tuple[Tensor, T
 
 
 def _joined(gathered: Tensor, num_parts: int, dim: int) -> Tensor:
-    """Parts that lie behind one another along dim 0, concatenated along a dim."""
+    """Concatenate parts along a dim that lie one after the other along dim 0."""
     if dim == 0:
         return gathered
     return paddle.concat(gathered.chunk(num_parts), axis=dim)

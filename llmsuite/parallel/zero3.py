@@ -79,7 +79,7 @@ class _GatheredModule:
 
     shards: list[ParameterShard]
     in_backward: list[ParameterShard]
-    """Those whose values a backward pass needs."""
+    """The shards whose values a backward pass needs."""
     next: _GatheredModule | None = None
     """The layer whose parameters arrive while this one computes forward."""
     previous: _GatheredModule | None = None
@@ -103,19 +103,17 @@ class Zero3Hooks:
         """
         self._model = model
         self._open: _GatheredModule | None = None
-        """What was last gathered for a backward pass."""
+        """The module that was last gathered for a backward pass."""
         self._shards = list(shards)
         modules = dict(model.named_sublayers())
         by_name = {shard.name: shard for shard in shards}
         # a unit without a module is on another pipeline stage, or not in this model
         units = [unit for unit in gather_units(plan, list(by_name), is_tied) if modules.get(unit.module) is not None]
-        gathered = [
-            _GatheredModule(
-                shards=[by_name[name] for name in unit.parameters],
-                in_backward=[by_name[name] for name in unit.in_backward],
-            )
-            for unit in units
-        ]
+
+        def of(names: Sequence[str]) -> list[ParameterShard]:
+            return [by_name[name] for name in names]
+
+        gathered = [_GatheredModule(of(unit.parameters), of(unit.in_backward)) for unit in units]
         if ahead:
             of_layer: dict[GatherUnit | None, _GatheredModule | None] = dict(zip(units, gathered))
             of_layer[None] = None

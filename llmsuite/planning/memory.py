@@ -304,7 +304,7 @@ def _memory_of_rank(
     of_first_part = kept[0, largest] if 0 in parts else 0.0
     buffers = _buffers(layout, shape_spec, stage, held, largest, settings, of_first_part)
     overlaps = backend.overlaps_communication
-    buffers += max(_gathered(layout, [h for h in held if h.part == part], overlaps) for part in parts)
+    buffers += max(_gathered(layout, held, part, overlaps) for part in parts)
     buffers += _in_buckets(layout.buckets(mesh), overlaps, len(batches) > 2)
     masters = float(sum(h.master_bytes for h in held))
     moments = float(sum(h.moment_bytes(train) for h in held))
@@ -486,11 +486,12 @@ def _accumulated(held: Iterable[LocalParameter]) -> float:
     return max((h.size * (h.num_bytes + 4 * h.has_master) for h in held if h.has_gradient), default=0)
 
 
-def _gathered(layout: Layout, held: Sequence[LocalParameter], overlaps: bool) -> float:
-    """Bytes that sharding stage 3 gathers together, of a part of the model: those of a module, and where the device
+def _gathered(layout: Layout, held: Sequence[LocalParameter], part: int, overlaps: bool) -> float:
+    """Bytes that sharding stage 3 gathers together in a part of the model: those of a module, and where the device
     overlaps both, of the layer that arrives while it computes."""
-    sizes = {h.name: float(h.size * h.num_bytes) for h in held if h.is_stored_sharded}
-    units = gather_units(layout.shard_plan, [h.name for h in held], layout.tied)
+    inside = [h for h in held if h.part == part]
+    sizes = {h.name: float(h.size * h.num_bytes) for h in inside if h.is_stored_sharded}
+    units = gather_units(layout.shard_plan, [h.name for h in inside], layout.tied)
     most = 0.0
     for i, unit in enumerate(units):
         ahead = layer_ahead(units, i) if overlaps else None

@@ -34,6 +34,8 @@ QWEN = {
 }
 GPT = {"vocab_size": 64, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_inner": 40}
 YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 24}
+# of 48 tokens: bounds between the pairs that are kept and those that are stretched lie at 0.4 and 1.2
+UNTRUNCATED = {**YARN, "original_max_position_embeddings": 48, "beta_fast": 4.0, "truncate": False}
 DEEPSEEK = {
     "vocab_size": 64,
     "hidden_size": 24,
@@ -327,10 +329,7 @@ CASES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "tied": ("minimax_m2", {**MIXTRAL, "head_dim": 6, "tie_word_embeddings": True, "rms_norm_eps": 1e-4}),
     },
     "gpt_oss": {
-        "oss_yarn": (
-            "gpt_oss",
-            {**OSS, "sliding_window": 5, "rope_parameters": {**YARN, "beta_fast": 4.0, "truncate": False}},
-        ),
+        "oss_yarn": ("gpt_oss", {**OSS, "sliding_window": 5, "rope_parameters": UNTRUNCATED}),
         "full_tied": ("gpt_oss", {**OSS, "tie_word_embeddings": True, "layer_types": ["full_attention"] * 2}),
     },
     "glm_moe": {

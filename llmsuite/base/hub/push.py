@@ -89,6 +89,6 @@ def push(directory: Path, name: HubName, private: bool, message: str, report: Re
 
 
 def _without_xet(error: Exception) -> str:
-    """What helps where huggingface_hub from 1.0 on finds no Xet storage, which mirrors do not have: it does not go on
-    without it by itself."""
+    """Advice for a hub without Xet storage, such as a mirror: huggingface_hub from 1.0 on does not go on without it by
+    itself."""
     return "; if it has no Xet storage, set HF_HUB_DISABLE_XET=1" if "xet" in str(error) else ""

@@ -40,8 +40,8 @@ def test_each_parameter_is_cut_by_one_pattern_or_whole_on_purpose(model: DenseLM
         assert (PLAN.dim(name) is None) == (not matching)
 
 
-# modules and parameters of latent and linear attention, in patterns
-OTHER_ATTENTION = ("q_b_proj", "kv_b_proj", "in_*_proj", "[qkv]_conv", "A_log", "dt_bias", "out_proj")
+# modules and parameters of latent and linear attention, and of attention with sinks, in patterns
+OTHER_ATTENTION = ("q_b_proj", "kv_b_proj", "in_*_proj", "[qkv]_conv", "A_log", "dt_bias", "out_proj", "sinks")
 
 
 def is_of_other_attention(pattern: str) -> bool:
