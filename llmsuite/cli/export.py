@@ -111,7 +111,7 @@ def run_deploy(args: Any, registry: Registry) -> int:
     with claimed_directory(part, target), os_errors(target):
         try:
             remove_content(part)
-            _deploy(model, part, backend, args, registry)
+            _deploy(model, part, target, backend, args, registry)
             part.rename(target)
         finally:
             shutil.rmtree(part, ignore_errors=True)
@@ -119,8 +119,10 @@ def run_deploy(args: Any, registry: Registry) -> int:
     return 0
 
 
-def _deploy(model: ModelDirectory, part: Path, backend: DeviceBackend, args: Any, registry: Registry) -> None:
-    """Write the merged model and its program into the directory `part`, and verify them."""
+def _deploy(
+    model: ModelDirectory, part: Path, target: Path, backend: DeviceBackend, args: Any, registry: Registry
+) -> None:
+    """Write the merged model and its program into the directory `part`, which becomes `target`, and verify them."""
     from llmsuite.checkpoint.convert.rewrite import OutputFormat, Rewrite
     from llmsuite.inference.export_manifest import DEPLOYED_PROGRAM, DEPLOYED_WEIGHTS
 
@@ -128,7 +130,8 @@ def _deploy(model: ModelDirectory, part: Path, backend: DeviceBackend, args: Any
     rewrite.write(part / DEPLOYED_WEIGHTS)
     print(f"[1/3] merged: {len(rewrite.specs)} tensors, {rewrite.num_bytes / 1e6:,.1f} MB", flush=True)
     args.base = args.config = None  # they belong to the original source; from here on the source is the merged model
-    _export(part / DEPLOYED_WEIGHTS, part / DEPLOYED_PROGRAM, backend, args, registry)
+    merged = target / DEPLOYED_WEIGHTS
+    _export(part / DEPLOYED_WEIGHTS, part / DEPLOYED_PROGRAM, backend, args, registry, moved_to=merged)
     print(f"[2/3] exported: {args.precision} on {backend.name}", flush=True)
     args.source = str(part / DEPLOYED_WEIGHTS)
     print(f"[3/3] verified: {_verify(part / DEPLOYED_PROGRAM, backend, args, registry)}", flush=True)
@@ -169,12 +172,13 @@ def _export(
     args: Any,
     registry: Registry,
     degrees: Degrees = _SINGLE_RANK,
+    moved_to: Path | None = None,
 ) -> None:
     from llmsuite.inference.export import export
 
     model = _open(source, args, registry)
     tokenizer = model.tokenizer_directory
-    export(model, target, backend, tokenizer, args.precision, args.decoding_loop, degrees, model.adapter)
+    export(model, target, backend, tokenizer, args.precision, args.decoding_loop, degrees, moved_to)
 
 
 def _verify(program: Path, backend: DeviceBackend, args: Any, registry: Registry) -> str:

@@ -105,7 +105,7 @@ def export(
     precision: str = "fp32",
     decoding_loop: bool = False,
     degrees: Degrees = ALONE,
-    adapter: Path | None = None,
+    moved_to: Path | None = None,
 ) -> ExportManifest:
     """Write the program of a model into a new directory, with its tokenizer and config, atomically.
 
@@ -118,7 +118,7 @@ def export(
         decoding_loop: write a second program, which decodes complete greedy answers.
         degrees: tensor and pipeline parallel degrees. There is a program for each rank; one shard of the model is in
             memory at a time.
-        adapter: directory of the adapter that was added to the model; None for none.
+        moved_to: directory that the model is moved to afterwards, for the manifest; None where it stays.
 
     Returns:
         The manifest.
@@ -171,8 +171,8 @@ def export(
             copy_regular(scales, directory / scales.name)
         if has_kernels:
             _write_kernels(directory / KERNELS, backend)
-        path = str(source.path.absolute())
-        added = str(adapter.absolute()) if adapter else None
+        path = str((moved_to or source.path).absolute())
+        added = str(source.adapter.absolute()) if source.adapter else None
         exported = ExportManifest(precision, shapes, path, files, degrees.tp, degrees.pp, stages, has_kernels, added)
         if degrees.num_ranks == 1:
             ends = stop_token_ids_of(directory, source.config.vocab_size)

@@ -19,6 +19,7 @@ from llmsuite.cli.main import main
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.inference.decoder import ModelDecoder
 from llmsuite.inference.export import export
+from llmsuite.inference.export_manifest import read_manifest
 from llmsuite.inference.fused import fuse
 from llmsuite.inference.generate import Generator, generate
 from llmsuite.inference.load import load_model, parameter_shapes
@@ -246,6 +247,7 @@ def test_deploy_writes_all_or_nothing(llama: Path, tmp_path: Path, capsys: Any) 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
     assert main(["deploy", str(llama), "-o", str(target)]) == 0
     assert sorted(path.name for path in target.iterdir()) == ["hf", "static"]
+    assert read_manifest(target / "static").source == str(target / "hf")
     assert main(["verify", str(target)]) == 0
     said = []
     for engine in ("dynamic", "static"):
