@@ -14,6 +14,7 @@ WITH_HEADS = [family for family in FAMILIES if family not in ("deepseek", *LINEA
 FULL_ATTENTION = {
     "cohere": {"sliding_window": None, "sliding_window_pattern": 1},
     "gemma": {"sliding_window": None, "sliding_window_pattern": 1},
+    "gpt_oss": {"sliding_window": None, "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2},
 }
 """Changes of the smoke shape of families whose layers have windows, which refuse prefixes."""
 TOKENS = 3
