@@ -10,6 +10,11 @@ from llmsuite.models.decoder_config import DenseConfig
 from llmsuite.plugins.suites.conversion.family import is_quantised, preset_of
 from llmsuite.plugins.suites.suite import Run
 
+_WITH_DROPOUT = ("gpt", "granite", "granite_moe", "seed_oss", "starcoder")
+"""Families whose published config.json has dropout of the model itself."""
+_WITHOUT_DROPOUT = ("dpo", "kto", "rm", "gkd")
+"""Sections whose trainers are TRL's, or made of them: by default they set `disable_dropout`."""
+
 
 def model(run: Run, tokenizer: str | None = None, hub: str = "") -> dict[str, Any]:
     """Return section model: the weights by name or directory, and the preset of that name.
@@ -26,6 +31,12 @@ def model(run: Run, tokenizer: str | None = None, hub: str = "") -> dict[str, An
         found["tokenizer"] = tokenizer
     if is_quantised(name):
         _check_codes(run, name)
+    if run.family.name in _WITH_DROPOUT and run.section not in _WITHOUT_DROPOUT:
+        run.refuse(
+            run.suite.model_key,
+            name,
+            "the config.json of these models has dropout, which is applied there; llmsuite has it in adapters only",
+        )
     run.preset = preset_of(name, run.family)
     if run.preset is not None:
         found["preset"] = run.preset
@@ -140,12 +151,11 @@ def _of_joined(run: Run, key: str, named: list[str]) -> list[str]:
 
 
 def dropout(run: Run, default: float) -> dict[str, Any]:
-    """Return `lora.dropout`. The trainers for preferences, rewards and distillation are TRL's, or made of them: by
-    default they set `disable_dropout`, which is also for adapters."""
+    """Return `lora.dropout`. What turns off the dropout of the model also turns off that of adapters."""
     rate = run.number("lora_dropout", default)
     if not rate:
         return {}
-    if run.section in ("dpo", "kto", "rm", "gkd"):
+    if run.section in _WITHOUT_DROPOUT:
         run.left_out("lora_dropout", rate, "the trainer of this stage turns dropout off, also that of adapters")
         return {}
     if run.section == "grpo":

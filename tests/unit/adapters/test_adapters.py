@@ -41,7 +41,7 @@ from llmsuite.parallel.pipeline import PipelineStage
 from llmsuite.recipe.resolve import RunPlan, plan_run
 from tests.support import alone
 from tests.support.adapter_models import ALPHA, IDS, RANK, adapted, base_of, factors_of, section, write
-from tests.support.families import FAMILIES, tiny
+from tests.support.families import FAMILIES, LINEAR, tiny
 from tests.support.fill import fill_parameters
 from tests.support.paths import ROOT
 
@@ -169,11 +169,14 @@ def test_the_second_factor_learns_faster(optimizer: Any) -> None:
 
 
 def test_base_and_adapter_make_the_same_logits(made: Any) -> None:
-    _, directory, _, _, logits = made
+    family, directory, _, _, logits = made
     merged = load_model(add_adapter(open_model(directory / "base", FAMILIES), directory / "adapter"), CpuBackend())
     # rounded to float32 with its adapter in it, a matrix moves the logits of ERNIE, up to 5, by 3.2e-6 of the largest;
-    # on a processor with AVX-512, whose products sum in another order, those of Llama by 4.1e-6
-    np.testing.assert_allclose(merged(paddle.to_tensor(IDS)).numpy(), logits, rtol=0, atol=8e-6 * np.abs(logits).max())
+    # on a processor with AVX-512, whose products sum in another order, those of Llama by 4.1e-6. The states of linear
+    # attention carry such differences from token to token: 8.6e-6
+    limit = 2e-5 if family in LINEAR else 8e-6
+    found = merged(paddle.to_tensor(IDS)).numpy()
+    np.testing.assert_allclose(found, logits, rtol=0, atol=limit * np.abs(logits).max())
 
 
 @pytest.mark.parametrize("doubled", ["false", "true"])
@@ -227,7 +230,11 @@ def test_names_and_shapes_are_those_of_peft(made: Any) -> None:
     hidden = model.config.hidden_size
     if family != "gpt":
         joined = {pattern.rpartition(".")[2] for pattern in config["rank_pattern"]}
-        parts = {"glm": {"gate_up_proj": 2}, "phi": {"gate_up_proj": 2, "qkv_proj": 3}}.get(family, {})
+        parts = {
+            "glm": {"gate_up_proj": 2},
+            "phi": {"gate_up_proj": 2, "qkv_proj": 3},
+            "qwen_hybrid": {"in_proj_qkv": 3},
+        }.get(family, {})
         assert joined == set(parts), "adapters of all parts"
         for pattern, rank in config["rank_pattern"].items():
             assert rank == parts[pattern.rpartition(".")[2]] * RANK
@@ -236,6 +243,7 @@ def test_names_and_shapes_are_those_of_peft(made: Any) -> None:
             "deepseek": "self_attn.o_proj",
             "ernie_moe": "mlp.experts.0.up_proj",
             "phi": "self_attn.qkv_proj",
+            **dict.fromkeys(LINEAR, "linear_attn.out_proj"),
         }
         name = names.get(family, "self_attn.q_proj")
         layer = 1 if family == "ernie_moe" else 0

@@ -83,9 +83,9 @@ def dequantised(path: Path, precision: str, base: Path | None = None, rounds_inp
     matmuls to bfloat16 by default."""
     model = load_model(open_any(path, FAMILIES, base, runs=True), CpuBackend())
     for name, parameter in model.named_parameters():
-        if ".experts." in name:
+        if ".experts." in name and parameter.ndim == 3:
             parameter.set_value(np.stack([rounded(values, precision) for values in parameter.numpy()]))
-        elif parameter.ndim == 2 and not is_kept(name):
+        elif parameter.ndim == 2 and not is_kept(name) and not name.endswith(".bias"):  # of experts
             is_embedding = "embed_tokens" in name
             kind = head_precision(precision) if is_embedding or "lm_head" in name else precision
             values = parameter.numpy()
@@ -216,7 +216,7 @@ def test_every_shape_has_the_logits_of_the_values_it_stores(case: str, precision
     model = stored(REFERENCE / case, precision)
     near_rounded(model(paddle.to_tensor(ids)).numpy(), wanted, exact)
     left = [name for name, parameter in model.named_parameters() if parameter.ndim > 1 and not is_kept(name)]
-    assert not left, "stored, and not kept too"
+    assert not [name for name in left if not name.endswith(".bias")], "stored, and not kept too"
     decoder = ModelDecoder(model)
     padding = np.zeros(len(ids), "int64")
     logits, cache = decoder.forward(ids[:, :3], padding, None)

@@ -143,7 +143,7 @@ def test_ends_of_answers_that_are_not_supervised(model: str, template: str | Non
 def test_conversations_that_are_held_out(converted: Converted) -> None:
     """Rows are as long here as there, because what a template writes after the last answer stays."""
     of_model = {"base_model": "Qwen/Qwen2.5-7B-Instruct", "special_tokens": None}
-    of_others = {"base_model": "ByteDance-Seed/Seed-OSS-36B-Instruct", "special_tokens": None}
+    of_others = {"base_model": "HuggingFaceTB/SmolLM3-3B", "special_tokens": None}
     for values in ({"chat_template": "llama3"}, of_model, of_others):
         data = converted(ACTION, {**BARE, **values, "val_set_size": 0.05}).recipe["data"]
         assert (data["holdout"], data["choice"], data["end_of_answer"]) == (0.05, "axolotl", "token_in_text")

@@ -128,6 +128,11 @@ def test_parameters_in_16_bits(converted: Converted) -> None:
     assert "master_weights" not in adapters
 
 
+def test_trainers_of_preferences_turn_the_dropout_of_the_model_off(converted: Converted) -> None:
+    given = {**BARE, "model_name_or_path": "ByteDance-Seed/Seed-OSS-36B-Instruct"}
+    assert converted(ACTION, given, stage="dpo").recipe["model"]["family"] == "seed_oss"
+
+
 def test_a_strategy_becomes_degrees(converted: Converted) -> None:
     recipe = converted(ACTION, {**SFT, "accelerate_config": "zero3", "num_processes": 4}, stage="sft").recipe
     assert (recipe["parallel"], recipe["launch"]) == ({"sharding": "stage3"}, {"num_devices": 4})
@@ -167,6 +172,8 @@ def test_a_strategy_becomes_degrees(converted: Converted) -> None:
         ),
         ({**SFT, "dataset_name": ".", "eval_strategy": "steps"}, "sft", "dataset_test_split = test: . has no file"),
         ({**SFT, "model_name_or_path": "Qwen/Qwen3-30B-A3B"}, "sft", r"router_aux_loss_coef = 0\.001"),
+        ({**SFT, "model_name_or_path": "ByteDance-Seed/Seed-OSS-36B-Instruct"}, "sft", "these models has dropout"),
+        ({**SFT, "model_name_or_path": "bigcode/starcoder2-3b"}, "sft", "these models has dropout"),
         ({**ADAPTERS, "lora_task_type": "SEQ_CLS"}, "sft", "lora_task_type = SEQ_CLS"),
         ({**ADAPTERS, "load_in_8bit": True, "load_in_4bit": True}, "sft", "load_in_8bit = True: is given with 4"),
         ({**BARE, "loss_type": ["sigmoid", "sft"]}, "dpo", "loss_type = "),
