@@ -117,6 +117,11 @@ class Zero3Hooks:
         if ahead:
             of_layer: dict[GatherUnit | None, _GatheredModule | None] = dict(zip(units, gathered))
             of_layer[None] = None
+            # not all passes run the layers for multi-token prediction, and what arrives in vain would be old by then
+            for unit in units:
+                module = modules[unit.module]
+                if isinstance(module, DecoderLayer) and module.is_mtp:
+                    of_layer[unit] = None
             for i, of_unit in enumerate(gathered):
                 of_unit.next = of_layer[layer_ahead(units, i)]
                 of_unit.previous = of_layer[layer_ahead(units, i, backward=True)]

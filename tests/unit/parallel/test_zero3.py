@@ -131,6 +131,22 @@ def test_a_layer_that_is_computed_again_is_gathered_once_for_it(monkeypatch: pyt
         assert np.array_equal(plain, again)
 
 
+def test_a_layer_that_some_passes_leave_out_does_not_arrive_ahead() -> None:
+    def work(mesh: Mesh) -> None:
+        counts: collections.Counter[str] = collections.Counter()
+        model = tiny_llama.model()
+        model.model.layers[1].is_mtp = True
+        shards = [Watched(n, p, mesh, None, 3, counts=counts) for n, p in model.named_parameters()]
+        Zero3Hooks(model, PLAN, shards, is_tied=False, ahead=True)
+        counts.clear()
+        with paddle.no_grad():
+            loss_of(model, mesh.rank)
+        assert counts["model.layers.0.mlp.up_proj.weight"] == 1
+        assert counts["model.layers.1.mlp.up_proj.weight"] == counts["now"] == 0
+
+    many.run(DEGREES, work)
+
+
 def test_a_parameter_in_no_module_of_the_plan_is_our_bug() -> None:
     def work(mesh: Mesh) -> None:
         model = tiny_llama.model()
